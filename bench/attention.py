@@ -1,10 +1,10 @@
-"""Attention on a CPU: its products one after the other against torch's kernel.
+"""Attention on a CPU: explicit matrix products against torch's kernel.
 
     python bench/attention.py [--rounds 11] [--dtypes fp32 bf16]
 
-Forward and backward of both in turn on the same queries, keys and values, one thread, without dropout, everybody
-looking at everybody and causally. Above 1 the products are faster; `tasks/nn/attention.py` chooses by it. They keep a
-weight for each pair of tokens, which torch's kernel does not: memory is not compared. Ends with a line of JSON.
+Runs forward and backward of both in turn on the same queries, keys and values: one thread, no dropout, with and
+without a causal mask. Above 1 the products are faster; `tasks/nn/attention.py` chooses by it. They keep a weight for
+each pair of tokens, which torch's kernel does not: memory is not compared. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def compared(shape: tuple[int, ...], name: str, is_causal: bool, rounds: int) -> dict[str, Any]:
-    """A row: both ways in turn."""
+    """Measure both ways in turn; a row."""
     generator = torch.Generator().manual_seed(0)
     parts = torch.randn(3, *shape, generator=generator).to(DTYPES[name]).requires_grad_()
     gradient = torch.randn(shape, generator=generator).to(DTYPES[name])
@@ -87,7 +87,7 @@ def compared(shape: tuple[int, ...], name: str, is_causal: bool, rounds: int) ->
 
 
 def chosen(way: str) -> Callable[..., bool]:
-    """What stands for `is_written_out`."""
+    """A stand-in for `is_written_out`."""
     return lambda *_: way == "products"
 
 

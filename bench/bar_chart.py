@@ -1,4 +1,4 @@
-"""A few bars as a picture: one SVG file without scripts or fonts of its own, readable on light and on dark paper."""
+"""A bar chart as one SVG file without scripts or embedded fonts, readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ text{font:14px sans-serif;fill:#333}.title{font-weight:bold}.note{font-size:12px
 
 @dataclass(frozen=True)
 class Bar:
-    """A name, a share of the longest bar's scale from 0 to 1, and whether it is the one to look at."""
+    """A name, a share of the longest bar's scale from 0 to 1, and whether it is highlighted."""
 
     name: str
     share: float

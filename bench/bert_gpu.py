@@ -1,18 +1,18 @@
-"""How fast one GPU trains BERT here: sequences a second, and the share of its peak that useful arithmetic reaches.
+"""BERT training speed on one GPU: sequences a second, and model FLOPs utilization (MFU).
 
     python bench/bert_gpu.py [--model base large] [--length 128 512] [--micro-batch N] [--forms full mix] [--steps 20]
         [--optimizer adamw|lamb] [--compile] [--device cuda:0] [--peak TFLOPS]
-    python bench/bert_gpu.py --device cpu --model tiny --length 32 --micro-batch 4 --steps 2    # is it well?
+    python bench/bert_gpu.py --device cpu --model tiny --length 32 --micro-batch 4 --steps 2    # does the script work?
 
-A step is that of HetSeq on one rank, from the gradients of the last one being forgotten to the update: the loss of the
-task bert under bf16 autocast, backward, sums in the buckets of the gradient, its norm, clipping, the optimizer. What is
-left out is data, the rows that ranks exchange, and metrics. The host waits where HetSeq's step does (for the sums of
-the losses, for the norm) and nowhere else: events between the steps are read when all of them are done.
+A step is HetSeq's on one rank, from clearing the gradients to the update: the loss of the task bert under bf16
+autocast, backward, accumulation in gradient buckets, their norm, clipping, the optimizer. Data loading, the rows that
+ranks exchange, and metrics are left out. The host waits only where HetSeq's step does (for the sums of the losses, for
+the norm): events between the steps are read when all steps are done.
 
-`full` are rows without padding, which the bars are for. `mix` are rows of unequal lengths, padded and packed, step by
-step in turn. 5 of 32 tokens are masked. Micro-batches double until memory runs out, and the fastest size is taken.
-Nothing but the arithmetic that a token needs is counted as useful (`useful_flops`). `--compile` is for full rows, whose
-shapes are all the same; those of real data are not. Ends with a line of JSON.
+`full` means rows without padding, to which the bars apply. `mix` means rows of unequal lengths, padded and packed in
+alternating steps. 5 of 32 tokens are masked. Micro-batches double until memory runs out, and the fastest size is used.
+Only arithmetic that a token needs counts as useful (`useful_flops`). `--compile` is for full rows, which all have the
+same shape; real data do not. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BATCHES, WARM_UP, LEAST_STEPS = 4, 5, 15
 FIRST_ROWS, TRIAL_WARM_UP, TRIAL_STEPS = 8, 2, 3
 MOST_LOGITS = 2**31  # kernels need longer indices beyond, and so many rows have long been enough
 PRECISION = PRECISIONS["bf16"]
-NO_GPU = "or add `--device cpu --model tiny --length 32 --micro-batch 4 --steps 2` to see that the script works"
+NO_GPU = "or add `--device cpu --model tiny --length 32 --micro-batch 4 --steps 2` to try the script"
 HEADS = (
     "model", "length", "rows", "micro-batch", "step, ms", "sequences/s", "real tokens/s", "useful TFLOP/s", "MFU",
     "x padded", "of the ideal", "memory, GiB", "bar on an H200", "", "n",
@@ -68,7 +68,7 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Bar:
-    """What an H200 should reach with full rows: sequences a second, more of them, and a share of its peak."""
+    """An H200's target with full rows: sequences a second, a higher target, and a share of its peak."""
 
     sequences: float
     stretch: float | None = None
@@ -87,7 +87,7 @@ BARS = {
 
 
 class Refused(Exception):
-    """Memory does not hold a micro-batch."""
+    """A micro-batch does not fit in memory."""
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -95,7 +95,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["base", "large"])
     parser.add_argument("--length", type=int, nargs="+", default=[128, 512], help="tokens of a row")
-    parser.add_argument("--micro-batch", type=int, help="rows of a step (default: the fastest that memory holds)")
+    parser.add_argument("--micro-batch", type=int, help="rows of a step (default: the fastest that fits in memory)")
     parser.add_argument("--forms", nargs="+", choices=["full", "mix"], help="default: both; with --compile full")
     parser.add_argument("--real", type=float, default=0.68, help="share of real tokens in the mix")
     parser.add_argument("--steps", type=int, default=20, help="counted steps of each")
@@ -123,10 +123,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--device {arguments.device}: expected cuda, cuda:N or cpu")
     if arguments.device == "cpu" and arguments.micro_batch is None:
         parser.error(
-            "--device cpu: expected --micro-batch N too, since a CPU that runs out of memory takes others along"
+            "--device cpu: expected --micro-batch N too, since running out of host memory affects other processes"
         )
     if arguments.compile and "mix" in arguments.forms:
-        parser.error("--compile: expected --forms full; rows of other lengths are another network to torch.compile")
+        parser.error("--compile: expected --forms full; torch.compile recompiles for rows of other lengths")
     return arguments
 
 
@@ -146,7 +146,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return report(rows, arguments, device, peak)
 
 
-# What is useful
+# Useful arithmetic
 
 
 def useful_flops(config: BertConfig, lengths: Sequence[int], masked: int) -> int:
@@ -156,11 +156,11 @@ def useful_flops(config: BertConfig, lengths: Sequence[int], masked: int) -> int
 
         N (6 T H^2 + sum 4 l^2 H)  +  ((N - 1) T + m + n) (2 H^2 + 4 H I)  +  m (2 H^2 + 2 H V)  +  n (2 H^2 + 4 H)
 
-    of them in its matrix products: queries, keys and values, scores and their products with values; the way back and
-    the two dense layers, in the last layer for masked and first tokens alone; the vocabulary head; the pooler and the
-    sentence head. A multiply-add counts as two. Backward does each product twice, for the gradient of either factor, so
-    a step does three times as much. Padding does not count, nor do tokens that nobody predicts in the head, what a
-    kernel computes anew in backward (flash attention: scores, once), norms, dropout, activations, look-ups and the
+    of them in its matrix products: queries, keys and values, scores and their products with values; the output
+    projection and the two dense layers, in the last layer for masked and first tokens alone; the vocabulary head; the
+    pooler and sentence head. A multiply-add counts as two. Backward does each product twice, for the gradient of either
+    factor, so a step does three times as much. Padding does not count, nor do unpredicted tokens in the head, work that
+    a kernel repeats in backward (flash attention: scores, once), norms, dropout, activations, look-ups and the
     optimizer.
     """
     hidden, between, tokens = config.hidden_size, config.intermediate_size, sum(lengths)
@@ -233,7 +233,7 @@ Forms = dict[str, list[StepData]]
 
 @dataclass(frozen=True)
 class Timed:
-    """What steps in turn have shown, by form: seconds of each counted one, and the most memory that one needed."""
+    """Measurements of alternating steps, by form: seconds of each counted step, and the peak memory."""
 
     seconds: dict[str, list[float]]
     bytes: dict[str, int]
@@ -242,7 +242,7 @@ class Timed:
 
 
 def time_steps(training: Training, forms: Forms, device: torch.device, *, warm_up: int, steps: int) -> Timed:
-    """Steps of all forms in turn; who begins changes. Raises Refused, and SystemExit for a loss that is not finite."""
+    """Steps of all forms in turn, in changing order. Raises Refused, and SystemExit for a loss that is not finite."""
     losses, firsts, peaks = [], [], {}
     for name, batches in forms.items():
         began_s = time.perf_counter()
@@ -265,7 +265,7 @@ def time_steps(training: Training, forms: Forms, device: torch.device, *, warm_u
     for name, lap_s in zip(names, clock.laps(), strict=True):  # sync, once for all of them
         seconds[name].append(lap_s)
     if not all(map(math.isfinite, losses)):
-        raise SystemExit("a loss is not finite: such steps train nothing, and their speed says nothing")
+        raise SystemExit("a loss is not finite, so the measured speed is meaningless")
     return Timed(seconds, peaks, (losses[0], losses[-1]), firsts[0])
 
 
@@ -283,9 +283,9 @@ def grow(speed_of: Callable[[int], float | None], *, first: int, most: int) -> d
 
 
 def or_fewer(rows: int, call: Callable[[int], Timed], device: torch.device) -> tuple[int, Timed]:
-    """What `call(rows)` gives, or of half as many where memory does not hold them, and so on; rows first.
+    """The rows and result of `call(rows)`, halving the rows until they fit in memory.
 
-    Raises SystemExit where it does not hold one.
+    Raises SystemExit if not even one row fits.
     """
     while True:
         try:
@@ -294,8 +294,8 @@ def or_fewer(rows: int, call: Callable[[int], Timed], device: torch.device) -> t
             pass
         memory.release(device)  # only here, when no exception holds the tensors any more
         if rows == 1:
-            raise SystemExit(f"the memory of {device} does not hold one row: choose a smaller --model or --length")
-        print(f"(memory does not hold {rows} rows: trying {rows // 2})")
+            raise SystemExit(f"not even one row fits in the memory of {device}: choose a smaller --model or --length")
+        print(f"({rows} rows do not fit in memory: trying {rows // 2})")
         rows //= 2
 
 
@@ -354,7 +354,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does: sequences, their real tokens, these with their padding, and useful operations."""
+    """The work of a step: sequences, their real tokens, these with their padding, and useful operations."""
 
     sequences: int
     tokens: int
@@ -393,7 +393,7 @@ def judge(bar: Bar, row: dict[str, Any]) -> str:
 
 
 def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace, device: Device, peak: Peak | None) -> int:
-    """A table, what is to be said of it, and the same as one line of JSON; 1 if a bar is missed."""
+    """Print a table, caveats, and the same as one line of JSON; 1 if a bar is missed."""
     known = "its peak is not known: give --peak for MFU" if peak is None else f"peak {peak.tflops:g} ({peak.source})"
     print(
         f"{device.name}, TFLOP/s of dense bf16: {known}; bf16 autocast, {arguments.optimizer}, dropout"

@@ -1,13 +1,13 @@
-"""What forward and backward of BERT cost here and in transformers: the same weights and rows, in turn, one process.
+"""Forward and backward of BERT here and in transformers: the same weights and rows, in turn, in one process.
 
     python bench/bert_step.py [--layers 4] [--hidden 256] [--rows 16] [--rounds 20]
         [--activation-checkpointing | --memory]
 
-Both compute the same losses and gradients, which is checked first. Here only the masked words, 20 of 128 tokens, go
-through the vocabulary head; there every token does. CPU time stands beside wall time, since a machine that is busy
-stretches the latter; ratios are taken pair by pair. `--activation-checkpointing` has our own network, whose layers are
-computed again in backward, in the place of theirs. `--memory` prints instead what a row of a micro-batch keeps for
-backward, with layers kept and computed again, for networks of the usual sizes. Ends with a line of JSON.
+The script first checks that both compute the same losses and gradients. Here only the masked words, 20 of 128 tokens,
+go through the vocabulary head; there every token does. CPU time is listed beside wall time, which a busy machine
+stretches; ratios are taken within pairs. `--activation-checkpointing` replaces theirs by our own network with layers
+recomputed in backward. `--memory` prints instead the memory that a row of a micro-batch keeps for backward, with
+layers kept and recomputed, for networks of the usual sizes. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="counted pairs of steps")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--activation-checkpointing", action="store_true", help="against ours with layers computed again")
-    way.add_argument("--memory", action="store_true", help="what a row keeps for backward, in place of speeds")
+    way.add_argument("--memory", action="store_true", help="measure memory that a row keeps for backward, not speed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory:
@@ -57,13 +57,13 @@ def main() -> None:
 
 
 def config(layers: int, hidden: int, dropout: float = 0.1) -> BertConfig:
-    """A network as its makers size it: heads of 64, and four times as wide between."""
+    """A network of a published size: heads of 64, and four times as wide between."""
     sizes = BertConfig(WORDS, hidden, layers, hidden // 64, 4 * hidden)
     return sizes.with_dropout(dropout)
 
 
 def made_up(rows: int) -> Batch:
-    """A batch as the task's, of full rows."""
+    """A batch of full rows, as the task makes it."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.stack([torch.randperm(LENGTH - 1, generator=generator)[:MASKED] + 1 for _ in range(rows)])
     places = columns.sort(dim=1).values + torch.arange(rows)[:, None] * LENGTH  # (rows, MASKED)
@@ -122,7 +122,7 @@ def theirs_like(ours: BertForPreTraining, sizes: BertConfig) -> torch.nn.Module:
     """The network of transformers with the same weights."""
     import transformers
 
-    logging.disable()  # which attention it takes is not of interest
+    logging.disable()  # it warns about its choice of attention
     keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     theirs: torch.nn.Module = transformers.BertForPreTraining(
@@ -195,7 +195,7 @@ def report_memory() -> None:
 
 
 def kept_bytes(model: torch.nn.Module, batch: Batch) -> int:
-    """What backward will need again, besides the weights: each block of memory once."""
+    """Tensors kept for backward, besides the weights: each block of memory once."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no block comes twice
 

@@ -1,11 +1,11 @@
-"""A small BERT on one book: where its loss begins, and how it falls on held-out text.
+"""A small BERT trained on one book: its first loss, and the held-out loss over time.
 
     python bench/book.py BOOK.txt VOCAB.txt [--ranks 2] [--steps 1500] [--minutes 15]
 
-Makes the corpus, trains 4 layers of 256 with one thread per rank, and prints the loss of the first step beside
-ln V + ln 2, the loss of held-out masked words as it falls, and when it was first below the entropy of the frequencies
-of those very words. A tenth of the masked words stand in the input as they are and are easily copied, so the loss of
-the others is printed as well. Ends with a line of JSON.
+Makes the corpus and trains 4 layers of 256 with one thread per rank. Prints the loss of the first step beside
+ln V + ln 2, the loss on held-out masked words over time, and when it first fell below the entropy of those words'
+frequencies. A tenth of the masked words are unchanged in the input and easily copied, so the loss on the others is
+printed as well. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTH, BATCH, EVERY = 64, 16, 250
 
 
 def main() -> int:
-    """Gives 0 if the loss fell below the entropy in time."""
+    """Returns 0 if the loss fell below the entropy in time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("book", type=Path)
     parser.add_argument("vocabulary", type=Path)
@@ -56,13 +56,13 @@ def main() -> int:
 
 
 def run(*words: object) -> None:
-    """A command of this Python, with one thread; what it prints is shown."""
+    """A command of this Python, with one thread; its output is shown."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, *map(str, words)], check=True, env=environment)
 
 
 def report(rows: list[dict[str, Any]], words: int, held_out: dict[str, Any], minutes: float) -> int:
-    """Print what was seen; 0 if the loss of held-out words fell below their entropy within the minutes."""
+    """Print the results; 0 if the held-out loss fell below the words' entropy in time."""
     first = next(row for row in rows if "loss" in row)
     guess, entropy = math.log(words) + math.log(2), held_out["unigram_entropy"]
     print(f"\nfirst step {first['loss']:.3f} nats, ln V + ln 2 = {guess:.3f}")

@@ -1,19 +1,19 @@
-"""What checkpoints cost: the stall of a save, its memory, the steps beside it, a whole run; and what a start takes.
+"""The cost of checkpoints: the stall of a save, its memory, the steps beside it, a whole run, and a start.
 
     python bench/checkpoint.py [--only stall throughput ...] [--rounds N] [--directory FOLDER]
 
-stall        what a training loop waits for a save: `begin`, and the wait before the next update of the optimizer
-copy         the same where no training hides the copy, against one flat copy of as many bytes
-memory       of all processes of a loop that saves, over one that does not; and by how much a later save makes them grow
+stall        how long a save blocks the training loop: `begin`, and the wait before the next optimizer update
+copy         the same without training to hide the copy, against one flat copy of as many bytes
+memory       of all processes of a loop that saves, over one that does not; and the growth at later saves
 steps        steps while a save is being written, on a core of their own, against the steps before it
-throughput   bytes from memory to a commit, against writing the same bytes into a file and flushing it; politeness off
-run          a run of a state of the size of GPT-2 with four saves, against one with none
+throughput   bytes from memory to a commit, against writing and flushing the same bytes; at normal priority
+run          a run with a state as large as GPT-2's and four saves, against one with none
 every        steps that each leave their state in memory, against steps that do not; and how many of them did
-restart      after a kill -9, a load from memory against one from a cold disk, each in a process of its own
+restart      after a kill -9, a load from memory against one from a cold disk, each in a fresh process
 
 HetSeq saves in the background as its trainer does. torch.save (flushed) and DCP's async save with its best stager save
 the same state in the same loop, in the same process, in turn: ratios are taken within a round. Every figure has a bar,
-and the table says whether it holds. What a save writes is removed again before the next one.
+and the table says whether it is met. The files of each save are removed before the next one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RUN_STEPS = 40
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table; `bar` is what `value` is to stay below, or above if `is_floor`."""
+    """One line of the table; `value` must stay below `bar`, or above it if `is_floor`."""
 
     part: str
     what: str
@@ -76,7 +76,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts alone")
     parser.add_argument("--rounds", type=int, help="counted rounds (default: by the part)")
-    parser.add_argument("--shape", choices=SHAPES, help="of what is trained (default: by the part)")
+    parser.add_argument("--shape", choices=SHAPES, help="of the model (default: by the part)")
     parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=RUN_STEPS, help="of the part `run`")
@@ -115,7 +115,7 @@ def main() -> None:
 
 @contextmanager
 def folder_of(directory: Path | None) -> Iterator[Path]:
-    """A new folder for what is saved, gone at the end, with runs/ if that was not there before."""
+    """A new folder for the saves, removed at the end, as is runs/ if it did not exist before."""
     home = directory or Path(__file__).resolve().parents[1] / "runs"
     is_new = not home.exists()
     home.mkdir(exist_ok=True)
@@ -148,7 +148,7 @@ def measure(part: str, arguments: argparse.Namespace, shape: str, rounds: int, f
 
 
 def stall_figures(seen: Sequence[Mapping[str, float]], size_bytes: int) -> list[Figure]:
-    """HetSeq's stall as a part of the others'."""
+    """HetSeq's stall as a share of the others'."""
     stalls = {name: [stall[name] for stall in seen] for name in seen[0]}
     ours, plain, dcp = (stalls[name] for name in ("HetSeq", "torch.save", "DCP async"))
     milliseconds = ", ".join(f"{name} {statistics.median(times) * 1e3:.1f}" for name, times in stalls.items())
@@ -168,7 +168,7 @@ def copy_figures(seen: Sequence[Mapping[str, float]]) -> list[Figure]:
 
 
 def memory_figures(seen: Sequence[Mapping[str, Any]], size_bytes: int) -> list[Figure]:
-    """What saving adds, in states."""
+    """Memory added by saving, in states."""
 
     def added(name: str) -> Spread:
         return figures.spread([(taken[name][0] - taken["none"][0]) / size_bytes for taken in seen])
@@ -219,7 +219,7 @@ def throughput_figures(seen: Sequence[Mapping[str, float]], size_bytes: int) -> 
 
 
 def run_figures(seen: Sequence[Mapping[str, Taken]]) -> list[Figure]:
-    """Runs with saves over those without."""
+    """Runs with saves over runs without."""
     walls = {name: [taken[name].wall_s for taken in seen] for name in seen[0]}
     bare = [taken["none"] for taken in seen]
     plain = spread_of(walls["torch.save"], walls["none"]).shown(".3f")
@@ -239,7 +239,7 @@ def run_figures(seen: Sequence[Mapping[str, Taken]]) -> list[Figure]:
 
 
 def every_figures(seen: Sequence[Mapping[str, Block]], size_bytes: int) -> list[Figure]:
-    """Steps that keep their states over those that do not; neither says much unless all of them were kept."""
+    """Steps that keep their states over steps that do not; meaningful only if all states were kept."""
     ours, bare = ([taken[name] for taken in seen] for name in ("in memory", "none"))
     kept, steps = sum(block.kept for block in ours), sum(block.steps for block in ours)
     step_s = statistics.median(block.taken.wall_s / block.steps for block in bare)
@@ -284,7 +284,7 @@ def restart_figures(seen: Sequence[Mapping[str, Start]]) -> list[Figure]:
     ]
 
 
-# What is printed.
+# Output.
 
 
 def report(found: Sequence[Figure], settings: Mapping[str, Any]) -> None:

@@ -1,19 +1,19 @@
-"""What it takes to load a checkpoint into tensors that are there: HetSeq's, every byte verified, against others'.
+"""Loading a checkpoint into existing tensors: HetSeq, which verifies every byte, against others.
 
     python bench/checkpoint_load.py [--rounds 7] [--layers 6] [--width 512] [--directory FOLDER]
 
-A state like that of a transformer under AdamW, fp32, some 230 tensors, is saved once in each format and flushed to the
-disk. In every round all of them load it into the same tensors in turn, each first from the disk (cold) and then from
-the cache (warm); who begins changes, and ratios are taken within a round. torch.load and safetensors give tensors of
-their own, which are then copied into ours; DCP and HetSeq read into ours. Only HetSeq compares checksums. A plain read
-of the same bytes into the same tensors stands beside them: from the disk nobody can be much faster. Freed memory is
-given back to the kernel before each load, since a process that goes on from a checkpoint has none. torch has one
-thread, as in a trainer; HetSeq reads with one and checks with others.
+A state like a transformer's under AdamW, fp32, some 230 tensors, is saved once in each format and flushed to the
+disk. In every round each format loads it into the same tensors in turn, first from the disk (cold) and then from
+the cache (warm); the order changes, and ratios are taken within a round. torch.load and safetensors return their own
+tensors, which are then copied into ours; DCP and HetSeq read into ours. Only HetSeq compares checksums. A plain read
+of the same bytes into the same tensors gives the practical limit of the disk. Freed memory is returned to the kernel
+before each load, since a resuming process has none. torch has one thread, as in a trainer; HetSeq reads with one and
+verifies with others.
 
-Cold is made by POSIX_FADV_DONTNEED on every file, and looked at: `mincore` must find less than a hundredth of their
-pages in the cache, or the script ends. What the disk's own caches hold is beyond us, and the same for all. What each
-load leaves in the tensors is compared with what was saved. Memory is the growth of the largest resident size of the
-process during a load, which counts pages of a file that is mapped.
+For a cold load, POSIX_FADV_DONTNEED drops every file from the cache. `mincore` must then find less than a hundredth of
+their pages there, or the script ends. The disk's own caches cannot be controlled, and are the same for all. The tensors
+are compared with the saved state after each load. Memory is the growth of the peak resident size of the process during
+a load, which counts pages of a mapped file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MEMORY_LOADS = 2
 OURS, PLAIN, TORCH, MAPPED, DCP, SAFETENSORS = (
     "HetSeq, verified", "plain read", "torch.load", "torch.load, mmap", "dcp.load", "safetensors"
 )  # fmt: skip
-#: times HetSeq's time that another one takes at least, from the disk
+#: the least time of another format from the disk, in multiples of HetSeq's
 BARS = {TORCH: 2.0, DCP: 1.0}
 
 State = dict[str, Tensor]
@@ -83,7 +83,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print; 1 where a bar does not hold."""
+    """Measure and print; 1 where a bar is missed."""
     arguments = parse()
     torch.set_num_threads(1)  # with two, the copies of torch.load and others took longer here, not shorter
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -116,7 +116,7 @@ def make_state(layers: int, width: int) -> State:
     return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
-# The formats: each saves the state into a new folder, and gives what loads it from there into tensors that are there.
+# The formats: each saves the state into a new folder, and returns a function that loads it into existing tensors.
 
 
 def save_ours(folder: Path, saved: State) -> Load:
@@ -152,7 +152,7 @@ def save_torch(folder: Path, saved: State, *, is_mapped: bool = False) -> Load:
 
 
 def save_mapped(folder: Path, saved: State) -> Load:
-    """The same file, mapped into memory in place of being read."""
+    """The same file, mapped into memory, not read."""
     return save_torch(folder, saved, is_mapped=True)
 
 
@@ -204,37 +204,37 @@ def measure(loads: dict[str, Load], folders: dict[str, Path], saved: State, roun
                 if number:
                     times[name][kind].append(taken)
                 if not all(torch.equal(tensor, saved[key]) for key, tensor in state.items()):
-                    raise SystemExit(f"{name}: what was loaded is not what was saved")
+                    raise SystemExit(f"{name}: the loaded state differs from the saved one")
     return times
 
 
 def order_of(names: list[str], number: int) -> list[str]:
-    """Who loads when in a round: somebody else begins in each, and every other one goes backwards."""
+    """The order of the loads in a round: rotated in each, and reversed in every other one."""
     first = number // 2 % len(names)
     order = names[first:] + names[:first]
     return order[::-1] if number % 2 else order
 
 
 def measure_memory(loads: dict[str, Load], saved: State) -> dict[str, int]:
-    """By how many bytes the process grew at most during a load."""
+    """Peak growth of the process during a load, in bytes."""
     state = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     memory = dict.fromkeys(loads, 0)
     for _ in range(MEMORY_LOADS):
         for name, load in loads.items():
-            give_back_freed_memory()  # or what an earlier load has left would hide what this one takes
+            give_back_freed_memory()  # or memory left by an earlier load would hide the growth
             memory[name] = max(memory[name], resident.growth_bytes(lambda load=load: load(state)))  # type: ignore[misc]
     return memory
 
 
 def give_back_freed_memory() -> None:
-    """To the kernel, where the C library knows how (glibc)."""
+    """Return freed memory to the kernel, where the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def cool(folder: Path) -> None:
-    """Have the kernel forget all files of a folder; SystemExit where it does not."""
+    """Drop all files of a folder from the page cache; SystemExit where the kernel does not."""
     files = list(_files(folder))
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
@@ -275,7 +275,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def evaluate(times: Times, memory: dict[str, int], state_bytes: int) -> list[dict[str, Any]]:
-    """A row for each format; `x` are its seconds over those of HetSeq in the same round."""
+    """A row for each format; `x` is its time over HetSeq's in the same round."""
     rows = []
     for name, kinds in times.items():
         row: dict[str, Any] = {"what": name, "n": len(kinds["cold"]), "memory": memory[name] / state_bytes}
@@ -290,7 +290,7 @@ def evaluate(times: Times, memory: dict[str, int], state_bytes: int) -> list[dic
 
 
 def report(rows: Sequence[dict[str, Any]], tensors: int, state_bytes: int, arguments: argparse.Namespace) -> int:
-    """A table, the bars, and the same as one line of JSON; gives 1 where a bar does not hold."""
+    """A table, the bars, and the same as one line of JSON; returns 1 where a bar is missed."""
     print(
         f"{state_bytes / 1e9:.2f} GB in {tensors} tensors, {len(os.sched_getaffinity(0))} cores,"
         f" torch {torch.__version__}; x: the time of HetSeq"

@@ -1,14 +1,13 @@
-"""What a start takes after a kill -9, from memory or from the disk: the part `restart` of checkpoint.py, as seconds.
+"""Seconds of a start after a kill -9, from memory or from the disk: the part `restart` of checkpoint.py.
 
-Responsible for: a process that saves a state to the disk, keeps it in memory too and is killed, and fresh processes
-that each load it once. Knows no ratios. The one idea: a start is a new process, whose page tables, threads and files
-are those of nobody before it, so every load is the first of its process, and says itself what it took.
+Responsible for: a process that saves a state to the disk, also keeps it in memory, and is killed; and fresh processes
+that each load it once. Knows no ratios. The one idea: a start is a new process with fresh page tables, threads and
+files, so every load is the first of its process, which reports its own time.
 
-What loads from memory looks for it first (`recover`), and that counts. What loads from the disk does not look, so it
-finds none. Either way the files of the checkpoint are out of the page cache before, which is checked. Loading is into
-memory that the process already has and has written to, like that of a model, or into new memory, which the kernel
-gives page by page meanwhile. What was loaded is compared with what was made, bit by bit; making, comparing and the
-imports are outside of the seconds.
+A load from memory includes the search for it (`recover`); a load from the disk skips the search, so it finds none.
+In both cases the checkpoint's files are first dropped from the page cache, which is checked. The target is memory that
+the process already has and has written to, like a model's, or new memory, which the kernel supplies page by page
+meanwhile. The loaded state is compared with the original bit by bit; creation, comparison and imports are not timed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from hetseq.comm.group import LocalGroup
 
 SCRIPT = Path(__file__)
 IDENTITY = Identity(1, 0, "00112233445566aa")
-CHILD_S = 300.0  # so long a child may take
+CHILD_S = 300.0  # seconds that a child may take
 SEALED_S = 60.0
 #: by name: where a start loads from, and whether into memory of its own
 STARTS = {
@@ -47,7 +46,7 @@ STARTS = {
 
 @dataclass(frozen=True)
 class Start:
-    """What one process took for its load: by the clock, of that for `recover`, and of all of its threads."""
+    """Seconds of one process for its load: wall time, its part in `recover`, and CPU time of all threads."""
 
     wall_s: float
     recover_s: float
@@ -59,7 +58,7 @@ class Start:
 
 
 def measure(shape: Shape, rounds: int, folder: Path, *, uncounted: int = 1) -> list[dict[str, Start]]:
-    """What each kind of start took, round by round, after rounds that are not counted.
+    """Times of each kind of start, round by round, after uncounted rounds.
 
     Nothing stays in memory, whatever happens.
     """
@@ -103,7 +102,7 @@ def _child(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def remove_states(run_id: str) -> None:
-    """Give back what this run has in shared memory, and only that."""
+    """Free this run's shared memory, and only that."""
     for path in SHARED_MEMORY.glob(f"{Arena.prefix(run_id)}*"):
         path.unlink(missing_ok=True)
 
@@ -119,12 +118,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("run_id")
     parser.add_argument("--layers", type=int, required=True, help="of the transformer")
     parser.add_argument("--width", type=int, required=True, help="of the transformer")
-    parser.add_argument("--start", choices=STARTS, help="what to load from, and into what")
+    parser.add_argument("--start", choices=STARTS, help="source and target of the load")
     return parser.parse_args(words)
 
 
 def main() -> None:
-    """Make and keep a state and wait to be killed, or load one and print what it took."""
+    """Make and keep a state and wait to be killed, or load one and print the time."""
     arguments = parse()
     torch.set_num_threads(1)
     made = make_state(arguments.layers, arguments.width)
@@ -147,7 +146,7 @@ def keep(manager: CheckpointManager, made: State) -> None:
         raise SystemExit(f"the save failed: {result.error}")
     refusal = manager.prepare(made)
     if refusal is not None or not manager.keeps_states:
-        raise SystemExit(f"no memory for states that stay there: {refusal or 'there is room for one alone'}")
+        raise SystemExit(f"no memory for states that stay there: {refusal or 'only one fits'}")
     if not manager.keep(made, {"step": 1}, identity=IDENTITY, nonce=2, at_once=[]):
         raise SystemExit("the state did not stay in memory")
     deadline = time.monotonic() + SEALED_S
@@ -158,9 +157,9 @@ def keep(manager: CheckpointManager, made: State) -> None:
 
 
 def load(folder: Path, run_id: str, made: State, start: str) -> Start:
-    """Load the state once, in this process; SystemExit where it came from elsewhere or is not what was made.
+    """Load the state once, in this process; SystemExit if it came from elsewhere or differs from the original.
 
-    What is in memory stays there.
+    A state in memory stays there.
     """
     source, is_new = STARTS[start]
     into = {} if is_new else {name: torch.empty_like(tensor).fill_(-1.0) for name, tensor in made.items()}
@@ -177,9 +176,9 @@ def load(folder: Path, run_id: str, made: State, start: str) -> Start:
         if loaded is None or loaded.is_from_memory != (source == "memory"):
             raise SystemExit(f"the state did not come from the {source}")
         if loaded.identity != IDENTITY or not is_equal(loaded.tensors, made):
-            raise SystemExit("what was loaded is not what was made")
+            raise SystemExit("the loaded state differs from the original")
         if any(loaded.tensors[name] is not tensor for name, tensor in into.items()):
-            raise SystemExit("what was loaded is not in the memory that was lent")
+            raise SystemExit("the state was not loaded into the given memory")
     finally:
         manager.close(has_failed=True)
     return Start(wall_s, recover_s, cpu_s, sum(tensor.nbytes for tensor in made.values()))

@@ -1,13 +1,13 @@
-"""What a disk gives at most: ways to read one large file that is not in the cache, against a plain read of it.
+"""The limits of a disk: ways to read one large uncached file, against a plain read of it.
 
     python bench/cold_read.py [--rounds 7] [--size 420] [--directory FOLDER]
 
-HetSeq loads a checkpoint by reading each part from front to back with one thread. This says what other ways would give
-on a disk: smaller and larger calls, several threads on pieces in turn or on a region each, the kernel told beforehand
-(POSIX_FADV_WILLNEED), a map that is copied, and no cache at all (O_DIRECT). In every round each way reads the file
-into the same memory, after it was dropped from the cache; who begins changes, and ratios are taken within a round.
-The bytes are compared after the clock has stopped, so a load that verifies them cannot be faster than the fastest way.
-O_DIRECT needs memory that begins at a page, which tensors do not.
+HetSeq loads a checkpoint by reading each part from front to back with one thread. This script measures the
+alternatives on a disk: smaller and larger calls, several threads on alternating pieces or on a region each, advice to
+the kernel (POSIX_FADV_WILLNEED), a copied memory map, and no cache at all (O_DIRECT). In every round each way reads the
+file into the same memory, after it was dropped from the cache; the order changes, and ratios are taken within a round.
+The bytes are compared after the clock has stopped, so a verifying load cannot be faster than the fastest way.
+O_DIRECT needs page-aligned memory, which tensors do not have.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def main() -> int:
 
 
 def in_turn(path: Path, memory: memoryview, *, threads: int, call: int) -> None:
-    """Each thread takes the next piece that nobody has taken."""
+    """Each thread takes the next free piece."""
     starts = iter(range(0, len(memory), call))  # the threads share it, under the interpreter's lock
     _read(path, memory, [starts] * threads, call)
 
 
 def by_region(path: Path, memory: memoryview, *, threads: int, call: int) -> None:
-    """Each thread has a region of the file, and reads it from front to back with a descriptor of its own."""
+    """Each thread has a region of the file, and reads it from front to back through its own descriptor."""
     calls = list(range(0, len(memory), call))
     share = -(-len(calls) // threads)
     _read(path, memory, [calls[at : at + share] for at in range(0, len(calls), share)], call)
@@ -89,7 +89,7 @@ def told_ahead(path: Path, memory: memoryview, *, window: int) -> None:
 
 
 def mapped(path: Path, memory: memoryview) -> None:
-    """The file is mapped and copied, a megabyte after the other.
+    """The file is mapped and copied, one megabyte at a time.
 
     Not at once: one copy of 64 to 200 MB, by numpy, took a hundred times as long.
     """
@@ -158,7 +158,7 @@ WAYS: dict[str, Way] = {
 
 
 def measure(folder: Path, size: int, rounds: int) -> dict[str, list[Taken]]:
-    """Seconds of all ways of all rounds but the first; a way that the file system does not know is left out."""
+    """Seconds of all ways of all rounds but the first; ways that the file system lacks are left out."""
     content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     path = folder / "file"
     content.tofile(path)
@@ -182,12 +182,12 @@ def measure(folder: Path, size: int, rounds: int) -> dict[str, list[Taken]]:
             if number:
                 times[name].append(taken)
             if not np.array_equal(filled, content):
-                raise SystemExit(f"{name}: what was read is not what was written")
+                raise SystemExit(f"{name}: the bytes read differ from the bytes written")
     return times
 
 
 def report(times: dict[str, list[Taken]], arguments: argparse.Namespace) -> None:
-    """A table, and the same as one line of JSON; `x` is the plain read's time over that of each way, within a round."""
+    """A table, and the same as one line of JSON; `x` is the plain read's time over each way's, within a round."""
     plain = [one.wall_s for one in times[PLAIN]]
     rows: list[dict[str, Any]] = []
     for name, taken in times.items():

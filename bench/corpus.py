@@ -1,18 +1,18 @@
-"""What a corpus asks of a network, and how fast corpora are made.
+"""Losses that a corpus allows without context, and the speed of making corpora.
 
     python bench/corpus.py FOLDER ...
     python bench/corpus.py --speed TEXT VOCAB.txt [--rounds 3]
 
-For folders of `bert_corpus`: padding in their rows, and the losses that can be reached without reading.
-Two guesses are judged on the masked words of each split, of records on those of epoch 0. One knows how frequent each of
-these words is, and its loss is their entropy. The other also looks at what stands in the place of the word: where that
-is not [MASK], it is the word itself or, as often, any word, so a frequent one is nearly always right. Only below the
-second does a network surely use the neighbours of a word.
+For folders of `bert_corpus`: padding in their rows, and the losses that are possible without reading.
+Two guesses are scored on the masked words of each split (for records: of epoch 0). The first knows the frequency of
+each of these words, and its loss is their entropy. The second also looks at the token in the word's place: if it is
+not [MASK], it is the word itself or, as often, any word, so a frequent one is nearly always right. Only below the
+second loss does a network surely use a word's neighbours.
 
-With --speed the command itself makes records of TEXT, a file or a folder, with the vocabulary given: by one process and
-by two, going through the text once and five times. A MB is 1,000,000 bytes of input text, counted once however often it
-is gone through. MB/s a core are those bytes by the CPU time of all processes, from the start of Python on; the speed-up
-is that of the wall time, which says something on idle cores only. Ends with a line of JSON.
+With --speed the command itself makes records of TEXT, a file or a folder, with the given vocabulary: with one process
+and with two, in one pass over the text and in five. A MB is 1,000,000 bytes of input text, counted once in all cases.
+MB/s a core divides those bytes by the CPU time of all processes, from the start of Python on; the speed-up is in wall
+time, which is meaningful on idle cores only. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def measure(text: Path, vocab: Path, rounds: int) -> None:
 
 
 def made(text: Path, vocab: Path, duplicate: int, processes: int) -> tuple[float, float]:
-    """Wall and CPU seconds of one corpus, those of all its processes."""
+    """Wall and CPU seconds of making one corpus, over all its processes."""
     with tempfile.TemporaryDirectory(prefix="hetseq-corpus-") as folder:
         words = ["--output", f"{folder}/out", "--input", text, "--vocab-file", vocab, "--duplicate", duplicate]
         command = [sys.executable, "-m", "hetseq.preprocessing.bert_corpus", *words, "--processes", processes]
@@ -132,11 +132,11 @@ def judged(folder: Path, split: str) -> dict[str, float]:
 
 
 def seen_in_hdf5(folder: Path, split: str, tokens: list[str]) -> tuple[Any, Any, int, float]:
-    """The masked words, what stands there, the rows, and the share of padding in them."""
+    """The masked words, the tokens shown in their place, the rows, and the share of padding."""
     import h5py
 
     rows, real, cells_in_all = 0, 0, 0
-    words, shown = [], []  # what is to be found, and what stands there
+    words, shown = [], []  # the masked words, and the tokens shown in their place
     for path in sorted(folder.glob(f"corpus_{split}_*.hdf5")):
         with h5py.File(path) as file:
             ids, positions = file["input_ids"][:], file["masked_lm_positions"][:]
@@ -167,15 +167,15 @@ def seen_in_records(folder: Path, split: str, tokens: list[str]) -> tuple[Any, A
 
 
 def copying(word: Any, seen: Any, share: Any, tokens: list[str]) -> tuple[float, float]:
-    """The mean loss of who knows `share`, the frequency of each word, and what stands there; how often that is right.
+    """The mean loss of a guess by `share`, each word's frequency, and the token shown; and how often it is right.
 
-    By Bayes' rule: of ten masked words one stands there as it is, and one is replaced by any but the special tokens.
+    By Bayes' rule: one of ten masked words is unchanged, and one is replaced by any but the special tokens.
     """
     any_word = 1 / (len(tokens) - len(SPECIAL_TOKENS))
-    kept = share / (share + any_word)  # (V,) the chance that a word which stands there is the one that was masked
+    kept = share / (share + any_word)  # (V,) the chance that the word shown is the masked one
     is_hidden = seen == tokens.index("[MASK]")
     chance = np.where(is_hidden, share[word], (1 - kept[seen]) * share[word] + kept[seen] * (seen == word))
-    # the best guess is what stands there, or else the most frequent word
+    # the best guess is the word shown, or else the most frequent word
     most = int(share.argmax())
     copies = ~is_hidden & (kept[seen] + (1 - kept[seen]) * share[seen] > (1 - kept[seen]) * share[most])
     return -float(np.log(chance).mean()), float((np.where(copies, seen, most) == word).mean())

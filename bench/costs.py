@@ -1,8 +1,8 @@
-"""How the costs of saves are measured: what took how long, round by round, as plain numbers.
+"""Measurements of the costs of saves: durations round by round, as plain numbers.
 
-Responsible for: the order of events. Knows no ratios. The one idea: whoever is compared takes turns in one process, who
-begins changes from round to round, and nobody's files or dirty pages are left for the next one. Only memory is watched
-from outside, over loops in processes of their own.
+Responsible for: the order of events. Knows no ratios. The one idea: all savers take turns in one process, the order
+changes from round to round, and no saver leaves files or dirty pages for the next. Only memory is measured
+from outside, over loops in separate processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).with_name("checkpoint.py")
 
 @dataclass(frozen=True)
 class Taken:
-    """What a piece of work took: by the clock, of all threads of this process, and of the one that trains."""
+    """The time of a piece of work: wall, CPU of all threads of this process, and CPU of the training thread."""
 
     wall_s: float
     cpu_s: float
@@ -44,7 +44,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Beside:
-    """Steps before a save, and those that began while it was under way; the first of these waits for the copy."""
+    """Steps before a save, and steps that began during it, of which the first waits for the copy."""
 
     calm: list[Taken]
     busy: list[Taken]
@@ -67,13 +67,13 @@ class Beside:
 
     @property
     def extra_s(self) -> float:
-        """By how much the save made training longer, all in all."""
+        """The total time that the save added to training."""
         return len(self.busy) * (mean(self.busy, "wall_s") - mean(self.calm, "wall_s"))
 
 
 @dataclass(frozen=True)
 class Block:
-    """Steps one after the other: what they took, how many there were, and how many left a state in memory."""
+    """Successive steps: their time, how many there were, and how many left a state in memory."""
 
     taken: Taken
     steps: int
@@ -82,13 +82,13 @@ class Block:
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """The names, beginning with another one each round."""
+    """The names, rotated each round."""
     begin = number % len(names)
     return [*names[begin:], *names[:begin]]
 
 
 def build(kinds: Sequence[Callable[..., Saver]], loop: Loop, folder: Path) -> dict[str, Saver]:
-    """Savers by name, each in a folder of its own, after a save of each that is not counted."""
+    """Savers by name, each in a folder of its own, after an uncounted save of each."""
     savers = {}
     for number, kind in enumerate(kinds):
         saver = kind(loop, folder / str(number))
@@ -99,7 +99,7 @@ def build(kinds: Sequence[Callable[..., Saver]], loop: Loop, folder: Path) -> di
 
 
 def save_in_loop(loop: Loop, saver: Saver) -> float:
-    """One save, and steps until it is over; the seconds for which it made the loop wait."""
+    """One save, and steps until it is over; the seconds for which it blocked the loop."""
     before_s = loop.waited_s
     loop.before_update = saver.settle
     began = time.perf_counter()
@@ -119,7 +119,7 @@ def save_in_loop(loop: Loop, saver: Saver) -> float:
 
 
 def measure_stall(loop: Loop, rounds: int, folder: Path) -> list[dict[str, float]]:
-    """Seconds for which each saver made the loop wait, round by round."""
+    """Seconds for which each saver blocked the loop, round by round."""
     savers = build([HetSeq, TorchSave, Dcp], loop, folder)
     seen = []
     for number in range(rounds):
@@ -134,7 +134,7 @@ def measure_stall(loop: Loop, rounds: int, folder: Path) -> list[dict[str, float
     return seen
 
 
-# A copy that nothing hides.
+# A copy that no training hides.
 
 
 def measure_copy(loop: Loop, rounds: int, folder: Path) -> list[dict[str, float]]:
@@ -164,7 +164,7 @@ def measure_copy(loop: Loop, rounds: int, folder: Path) -> list[dict[str, float]
 
 
 def inner(arguments: argparse.Namespace, folder: Path) -> None:
-    """The loop that `memory` watches: says when it begins, when it is over, and by how much later saves grew it."""
+    """The loop that `memory` measures: reports its begin, its end, and its growth at later saves."""
     loop = Loop(SHAPES[arguments.shape], rows=arguments.rows, length=arguments.tokens)
     saver = None if arguments.inner == "none" else SAVERS[arguments.inner](loop, folder / "saver")
     print("begun", flush=True)
@@ -214,7 +214,7 @@ def _watch(child: subprocess.Popen[bytes], said: Path) -> tuple[int, list[int]]:
             peak = max(peak, resident.pss_bytes(child.pid))
         time.sleep(SAMPLED_S)
     if child.returncode:
-        raise SystemExit(f"the loop that is watched ended with {child.returncode}")
+        raise SystemExit(f"the measured loop ended with {child.returncode}")
     return peak, json.loads(said.read_text().splitlines()[-1])
 
 
@@ -265,7 +265,7 @@ def _steps_beside(loop: Loop, saver: Saver) -> Beside:
 
 
 def time_of(action: Callable[[], object]) -> Taken:
-    """What one call takes."""
+    """The time of one call."""
     wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
     action()
     return Taken(time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - thread)
@@ -304,7 +304,7 @@ def measure_throughput(loop: Loop, rounds: int, folder: Path) -> list[dict[str, 
 
 
 def measure_run(loop: Loop, steps: int, rounds: int, folder: Path) -> list[dict[str, Taken]]:
-    """What runs of `steps` steps took, with four saves or with none."""
+    """Times of runs of `steps` steps, with four saves or with none."""
     savers = build([HetSeq, TorchSave], loop, folder)
     seen = []
     for number in range(rounds):
@@ -321,7 +321,7 @@ def measure_run(loop: Loop, steps: int, rounds: int, folder: Path) -> list[dict[
 
 
 def run(loop: Loop, steps: int, saver: Saver | None) -> None:
-    """That many steps, with four saves spread over them; what was begun is over at the end."""
+    """That many steps, with four saves spread over them, all finished at the end."""
     due = {steps * number // (RUN_SAVES + 1) for number in range(1, RUN_SAVES + 1)} if saver is not None else set()
     for step in range(steps):
         if saver is not None and step in due:
@@ -356,7 +356,7 @@ def measure_every(loop: Loop, rounds: int, folder: Path) -> list[dict[str, Block
 
 
 def run_block(loop: Loop, steps: int, saver: InMemory | None) -> Block:
-    """That many steps, each with what the step before has left to be copied and sealed."""
+    """That many steps, each including the copy and seal of the step before."""
 
     def take(number: int) -> None:
         for _ in range(number):
@@ -387,7 +387,7 @@ def median(taken: Sequence[Taken], kind: str) -> float:
 
 
 def stretch(taken: Sequence[Taken]) -> float:
-    """Wall time over CPU time: above 1.1 somebody else used the core."""
+    """Wall time over CPU time: above 1.1 another process used the core."""
     return mean(taken, "wall_s") / mean(taken, "cpu_s")
 
 

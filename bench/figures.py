@@ -1,8 +1,8 @@
-"""From timings to figures: medians and quartiles of paired rounds, shares of summed speeds, tables, the line of JSON.
+"""Statistics of timings: medians and quartiles of paired rounds, shares of summed speeds, tables, the line of JSON.
 
-Pure arithmetic on numbers that were measured elsewhere; knows no clocks, processes or torch. The one idea: the rows of
-a round stood beside each other in time, so ratios are taken within a round, and the median is one of ratios. A ratio of
-medians would compare a calm minute with a busy one.
+Pure arithmetic on given numbers; knows no clocks, processes or torch. The one idea: the rows of a round are neighbours
+in time, so ratios are taken within a round, and the median is one of ratios. A ratio of medians would compare a calm
+minute with a busy one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: wall time over CPU time above which a run shared its cores with somebody
+#: wall time over CPU time above which a run shared its cores
 BUSY_ABOVE = 1.1
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a figure came out over the rounds."""
+    """Median and quartiles of a figure over the rounds."""
 
     n: int
     median: float
-    low: float  # lower and upper quartile, both of them values that were seen
+    low: float  # lower and upper quartile, both of them measured values
     high: float
 
     def shown(self, form: str = ".2f", scale: float = 1.0) -> str:
@@ -46,17 +46,17 @@ def paired(ones: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def share_of_sum(speed: float, speeds: Sequence[float]) -> float:
-    """A joint speed as a part of what the ranks reach one by one, all in the same unit."""
+    """A joint speed as a share of the ranks' summed separate speeds, all in the same unit."""
     return speed / math.fsum(speeds)
 
 
 def efficiency(one_s: float, many_s: float, ranks: int) -> float:
-    """What is left of `ranks` machines' worth, where one takes `one_s` for what they do together in `many_s`."""
+    """Parallel efficiency of `ranks` machines, where one takes `one_s` for work that they do together in `many_s`."""
     return one_s / (ranks * many_s)
 
 
 def equal_split_share(factors: Sequence[float]) -> float:
-    """What equal shares can reach at most of the summed speeds, where rank i is `factors[i]` times slower: 0.5 at 1:3.
+    """The most that equal shares can reach of the summed speeds, where rank i is `factors[i]` times slower: 0.5 at 1:3.
 
     Every rank gets B / W samples, so the step takes as long as the slowest one's.
     """
@@ -64,9 +64,9 @@ def equal_split_share(factors: Sequence[float]) -> float:
 
 
 def stretch(wall_s: float, cpu_s: float, factor: float = 1.0) -> float:
-    """How much longer a rank took than its own work asks for; above `BUSY_ABOVE` somebody else used its core.
+    """Time of a rank over the time of its own work; above `BUSY_ABOVE` another process used its core.
 
-    `factor` is that of a throttled rank, which sleeps for factor - 1 times its CPU time.
+    `factor` is for a throttled rank, which sleeps for factor - 1 times its CPU time.
     """
     return wall_s / (factor * cpu_s)
 
@@ -79,9 +79,9 @@ def busy_mark(stretched: float) -> str:
 
 
 def settled_after(shares: Sequence[Sequence[int]], tolerance: float = 0.05) -> int:
-    """Steps taken before every rank's share was within `tolerance` of what it was at the end, and stayed there.
+    """Steps taken before every rank's share was within `tolerance` of its final value, and stayed there.
 
-    `shares` are those of each step, by rank; one sample more or less is always within. 0: right from the first step.
+    `shares` holds each step's shares, by rank; one sample more or less is always within. 0: right from the first step.
     """
     last = shares[-1]
     room = [max(1.0, tolerance * share) for share in last]
@@ -100,7 +100,7 @@ def slow_steps(seconds: Sequence[float], *, tail: int = 5, tolerance: float = 0.
 
 
 def largest_gap(curves: Sequence[Sequence[float]]) -> float:
-    """The largest difference between the first curve and any other at the same step; NaN where one is not a number.
+    """The largest difference between the first curve and any other at the same step; NaN if a value is NaN.
 
     Raises ValueError for curves of different lengths.
     """
@@ -116,7 +116,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def json_line(script: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """All figures of a run as one line; a spread becomes an object, and what is not a number becomes null."""
+    """All figures of a run as one line; a spread becomes an object, and NaN becomes null."""
     return json.dumps({"bench": script, "settings": _plain(settings), "rows": _plain(rows)}, allow_nan=False)
 
 

@@ -1,17 +1,17 @@
-"""What pre-training is good for: tags of words and labels of texts, from a pre-trained network and from random weights.
+"""The benefit of pre-training: word tagging and text classification, from pre-trained and from random weights.
 
     python bench/finetune.py --model DIR --output DIR [--ner FOLDER] [--classify FOLDER] [--seeds 3] [--lr X ...]
 
-`--model` is a directory of Hugging Face, as `hetseq checkpoints export --format hf` writes it. From scratch the same
-network with random weights is trained, with the same vocabulary, data, options and number of steps; the pooler that
-labels texts is random in both. Both get every rate of `--lr`, and for each of both the one with the best mean counts,
-so neither is held to a rate that suits the other. What is printed is measured on the held-out split after the last
-step; no step is chosen by it. A seed decides the order, dropout and the random weights.
+`--model` is a Hugging Face directory, as `hetseq checkpoints export --format hf` writes it. From scratch the same
+network with random weights is trained, with the same vocabulary, data, options and number of steps; the pooler for
+text labels is random in both. Both try every rate of `--lr`, and each is judged by its rate with the best mean, so
+neither is held to a rate that suits the other. All metrics are measured on the held-out split after the last
+step, which is not used to choose a step. A seed determines the order, dropout and the random weights.
 
     better   the difference of the means; met if it is larger than the spread, the larger one of the two ranges from
              the worst to the best seed
 
-What is complete in DIR is taken as it is. Ends with a line of JSON.
+Complete runs in DIR are reused. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRETRAINED, SCRATCH = "pre-trained", "from scratch"
 
 @dataclass(frozen=True)
 class Kind:
-    """A task, and what is measured in its held-out split."""
+    """A task, and the metrics on its held-out split."""
 
     task: str
     split: str
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--ner", type=Path, metavar="FOLDER", help="data of --task bert_ner, with a split `dev`")
     parser.add_argument("--classify", type=Path, metavar="FOLDER", help="data of --task bert_classify, with `test`")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
-    parser.add_argument("--lr", type=float, nargs="+", default=[5e-4], metavar="X", help="rates that both ways try")
+    parser.add_argument("--lr", type=float, nargs="+", default=[5e-4], metavar="X", help="learning rates that both try")
     options = parser.parse_args()
     rows = []
     for name, kind in KINDS.items():
@@ -86,14 +86,14 @@ def main() -> None:
         }
         rows += compared(kind, runs)
     if not rows:
-        parser.error("there is nothing to do: give --ner, --classify or both")
+        parser.error("nothing to do: give --ner, --classify or both")
     heads = ("", "figure", PRETRAINED, SCRATCH, "better", "spread", "met")
     print(table(heads, [line(row) for row in rows]))
     print(json_line("finetune", {"seeds": options.seeds, "lr": options.lr}, rows))
 
 
 def train(options: argparse.Namespace, kind: Kind, data: Path, start: str, lr: float, seed: int) -> Mapping[str, float]:
-    """One run; what its last validation has found."""
+    """One run; the metrics of its last validation."""
     save_dir = options.output / f"{kind.task}-{start.replace(' ', '-')}-{lr:g}-{seed}"
     model: Path = options.model
     network = ["--config-file", str(model / "config.json"), "--dict", str(model / "vocab.txt")]
@@ -111,7 +111,7 @@ def train(options: argparse.Namespace, kind: Kind, data: Path, start: str, lr: f
 
 
 def compared(kind: Kind, runs: Mapping[tuple[str, float, int], Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Of each metric what both ways to begin reach; `runs` has the metrics by way, rate and seed."""
+    """Both initializations' results for each metric; `runs` has the metrics by way, rate and seed."""
     rows = []
     for name in kind.metrics:
         cells = {start: best(start, name, runs) for start in (PRETRAINED, SCRATCH)}

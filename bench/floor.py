@@ -1,11 +1,11 @@
-"""What this machine can do at most: matmuls and copies, on one thread and on all cores.
+"""Peak speed of this machine: matrix products and copies, on one thread and on all cores.
 
     python bench/floor.py [--rounds 15] [--size 2048]
 
-Every other figure of a training is a share of these. Four things take turns, first on one thread, then on as many as
-there are cores: square matmuls in fp32 and in bf16, the narrow matmul of a BERT's vocabulary head (640 rows of 256
-times 30,522 words, fp32), and a copy that no cache holds, of which bytes read and bytes written both count. The speed
-by CPU time, per thread, stands beside that by wall time, for a machine that others use too.
+Every other training figure is a share of these. Four operations take turns, first on one thread, then on as many as
+there are cores: square products in fp32 and in bf16, the narrow product of a BERT's vocabulary head (640 rows of 256
+times 30,522 words, fp32), and a copy larger than any cache, which counts both bytes read and bytes written. The speed
+by CPU time, per thread, is listed beside the speed by wall time, for a machine with other users.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COPIED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Floor:
-    """Something to do over and over: `amount` per call, in units of `unit` times a second."""
+    """A repeated operation: `amount` per call, in units of `unit` times a second."""
 
     name: str
     unit: str

@@ -80,7 +80,7 @@ NAMES = tuple(section.name for section in SECTIONS)
 
 @dataclass
 class Result:
-    """What became of a section."""
+    """The result of a section."""
 
     section: str
     result: str  # "passed", "failed" or "skipped"
@@ -90,7 +90,7 @@ class Result:
     output: str = ""  # the end of what a section that failed has printed
 
     def figure(self) -> str:
-        """What a table shows of it."""
+        """Its figure in a table."""
         if self.cause:
             return self.cause
         telling = [check for check in self.checks if check.expected] or self.checks
@@ -339,7 +339,7 @@ def mark(result: Result) -> str:
 
 
 def report(results: Sequence[Result]) -> str:
-    """The table at the end; a cause is cut there, and stands whole in the line that was printed before."""
+    """The table at the end, with causes shortened; the lines printed before have them in full."""
     rows = [
         (
             result.section,

@@ -1,8 +1,8 @@
-"""The device that a benchmark runs on: whether it is there, what it is called, and what it could do at most.
+"""The device that a benchmark runs on: whether it exists, its name, and its peak speed.
 
-Peaks are the makers' figures for dense products of bf16 with sums in fp32. Where a data sheet gives the figure with
-sparsity alone, which no training reaches, half of it stands here. A device that is not in the table has no share of
-its peak, unless somebody says what that peak is.
+Peaks are the makers' figures for dense bf16 products with fp32 accumulation. Where a data sheet gives only the figure
+with sparsity, which no training reaches, the table has half of it. For a device that is not in the table the user must
+give the peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a device computes, in TFLOP/s, and who says so."""
+    """The peak of a device in TFLOP/s, and its source."""
 
     tflops: float
     source: str
@@ -23,7 +23,7 @@ class Peak:
 
 H200 = Peak(989, "NVIDIA H200 data sheet, SXM: 1,979 with sparsity")
 
-#: patterns of what torch calls a device -> its peak; the first that matches counts
+#: patterns of torch's device names -> peak; the first match counts
 PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"\bB200\b", Peak(2250, "NVIDIA HGX B200 data sheet: 4,500 with sparsity")),
     (r"\bH200 NVL\b", Peak(835, "NVIDIA H200 data sheet, NVL: 1,671 with sparsity")),
@@ -53,7 +53,7 @@ def peak_of(name: str) -> Peak | None:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that is there."""
+    """An available device."""
 
     torch: torch.device
     name: str

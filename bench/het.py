@@ -1,4 +1,4 @@
-"""Unequal ranks: what they reach together, as a share of what they reach one by one.
+"""Unequal ranks: their joint speed, as a share of the sum of their separate speeds.
 
     python bench/het.py 1,2 1,3 1,4 [--models mnist bert-tiny] [--rounds 5] [--change]
 
@@ -6,10 +6,10 @@
 turns in the same processes: the run with `--balance auto`, the run with `--balance equal`, each rank training for
 itself while all the others do the same (`busy`), and each rank training for itself while the others rest (`idle`). A
 rank that trains for itself does whole steps of the same global batch, in micro-batches of the same size, slowed down by
-the same code, with data, optimizer and metrics: all but communication. The speeds of `busy`, summed, are 100 %; those
-of `idle` are higher, since two busy cores share caches and clock, and stand beside. A round goes through the four and
-then back again, so that a machine whose speed drifts meanwhile treats all of them alike. `--change` then slows the last
-rank down 3 times more in the middle of the run and counts the slow steps.
+the same code, with data, optimizer and metrics: everything but communication. The summed speeds of `busy` are 100 %;
+the speeds of `idle`, listed beside, are higher, since two busy cores share caches and clock. A round goes through the
+four and then back again, so that drifting machine speed affects all of them alike. `--change` then slows the last
+rank down 3 times more in mid-run and counts the slow steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="samples of a step (default: for steps of 500 ms)")
     parser.add_argument("--change", action="store_true", help="slow the last rank down 3 times more at the end")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="write the last case as bars, an SVG file")
-    parser.add_argument("--no-pin", action="store_true", help="let the system choose the cores")
+    parser.add_argument("--no-pin", action="store_true", help="do not pin ranks to cores")
     arguments = parser.parse_args(words)
     if min(arguments.rounds, arguments.steps, arguments.batch or 1) < 1:
         parser.error("--rounds, --steps and --batch: expected numbers of at least 1")
@@ -82,7 +82,7 @@ class Round:
 
 @dataclass
 class Case:
-    """All that was seen of one model at one ratio."""
+    """All measurements of one model at one ratio."""
 
     model: str
     factors: tuple[float, ...]
@@ -175,7 +175,7 @@ def evaluate(case: Case) -> dict[str, Any]:
 
     gains = [slowest(one.auto).speed / slowest(one.equal).speed for one in case.rounds]
     step_s = [slowest(one.auto).step_s for one in case.rounds]
-    # of each round the rank that was disturbed most
+    # the most disturbed rank of each round
     stretches = [
         max(figures.stretch(rank.wall_s, rank.cpu_s, factor) for rank, factor in zip(one.busy, case.factors))
         for one in case.rounds
@@ -209,12 +209,12 @@ def evaluate(case: Case) -> dict[str, Any]:
 
 
 def slowest(timings: Sequence[Timing]) -> Timing:
-    """Of the ranks of a run, the one that took longest."""
+    """The slowest rank of a run."""
     return max(timings, key=lambda timing: timing.wall_s)
 
 
 def drawn(row: dict[str, Any]) -> str:
-    """The picture of README: what the ranks reach together, of what they reach one by one at the same time."""
+    """README's picture: the joint speed of the ranks, as a share of their summed speeds at the same time."""
     names = ["a worker" if factor == 1 else f"one slowed down {factor:g} times" for factor in row["factors"]]
     bars = [
         Bar("equal shares", row["equal_of_busy"].median),
@@ -242,7 +242,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def say(row: dict[str, Any]) -> None:
-    """A line as soon as it is known, and what is to be said against it."""
+    """Print a line as soon as it is known, with caveats."""
     ratio = ":".join(f"{factor:g}" for factor in row["factors"])
     print(
         f"{row['model']} {ratio}, {row['n']} rounds: auto {row['auto_of_busy'].shown('.1f', 100)} % of the summed"

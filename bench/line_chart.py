@@ -1,7 +1,7 @@
-"""Curves as a picture: one SVG file without scripts or fonts of its own, readable on light and on dark paper.
+"""Line charts as one SVG file without scripts or embedded fonts, readable on light and dark backgrounds.
 
-Knows numbers and where they go on the paper, nothing of what they mean. The one idea: a curve of more points than the
-paper has columns is drawn as the lowest and the highest value of each column, so no peak is lost.
+Knows numbers and their coordinates, not their meaning. The one idea: a curve with more points than the
+image has columns is drawn as the lowest and the highest value of each column, so no peak is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ text.c0{fill:#1f6fb4}text.c1{fill:#d1662b}text.c2{fill:#3b8f4a}text.c3{fill:#8c4
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in the order of x, and what they are called."""
+    """Points (x, y) in the order of x, and their name."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. Logarithmic ones leave out what is not above zero."""
+    """One pair of axes. Logarithmic ones leave out values that are not above zero."""
 
     title: str
     curves: Sequence[Curve]

@@ -1,7 +1,7 @@
-"""Padded batches of BERT that nobody wrote: rows of unequal lengths, of which a given share of the tokens is real.
+"""Synthetic padded BERT batches: rows of unequal lengths with a given share of real tokens.
 
-The lengths of the rows are spread evenly from the shortest to the longest, so that hardly two are equal, and what they
-add up to is the same for every seed; words, masked places and the order of the rows are not.
+Row lengths are spread evenly from the shortest to the longest, so that hardly two are equal, and their sum is the same
+for every seed; words, masked positions and the order of the rows differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIRST_WORD = 1000  # in Google's vocabulary what comes before is no word
 def made_up(
     rows: int, share: float, seed: int, *, length: int = LENGTH, words: int = WORDS, masked_share: float = MASKED_SHARE
 ) -> Batch:
-    """A padded batch (rows, length) as the task's; `share` of its tokens are real, as near as whole tokens come.
+    """A padded batch (rows, length) as the task's; `share` of its tokens are real, as nearly as possible.
 
     Of each row `masked_share` of the real tokens are masked, and at least one; [CLS] is not.
     """

@@ -1,12 +1,12 @@
-"""What packing earns: steps of BERT on packed batches against padded ones, in turn, one process, one thread.
+"""The gain of packing: steps of BERT on packed batches against padded ones, in turn, one process, one thread.
 
     python bench/pack.py [--layers 4] [--hidden 256] [--rows 16] [--length 128] [--rounds 16] [--real 0.68 0.97 1]
                          [--dropout 0.1]
 
 A step is forward, backward, clipping and AdamW, of one model on one batch, once packed and once padded; ratios are
-taken within a pair. The ideal is padded tokens / real tokens: what would be won if a token were a token. The lengths of
-the rows are spread evenly from the shortest to the longest, so that hardly two are equal, and every batch has others'
-words. Before that losses and gradients of both are compared without dropout. CPU time stands beside wall time. Ends
+taken within a pair. The ideal is padded tokens / real tokens: the gain if every token cost the same. Row lengths are
+spread evenly from the shortest to the longest, so that hardly two are equal, and the words differ in every batch.
+Losses and gradients of both are first compared without dropout. CPU time is listed beside wall time. Ends
 with a line of JSON.
 """
 
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace, batches: list[Batch], precision: str)
 
 
 def trainer(arguments: argparse.Namespace, dtype: torch.dtype | None) -> Callable[[Batch], None]:
-    """A step of training on a batch; `dtype` is that of autocast, if any."""
+    """A step of training on a batch; `dtype` is for autocast, if any."""
     torch.manual_seed(0)
     model = BertForPreTraining(config(arguments.layers, arguments.hidden, arguments.dropout)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -162,7 +162,7 @@ def evaluate(seconds: dict[str, list[float]], real: float) -> dict[str, Any]:
 
 
 def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """A table, what is to be said against it, and the same as one line of JSON."""
+    """Print a table, caveats, and the same as one line of JSON."""
     print(
         f"{arguments.layers} layers of {arguments.hidden}, {arguments.rows} rows of up to {arguments.length} tokens a"
         f" step, dropout {arguments.dropout:g}, AdamW, one thread, torch {torch.__version__}; quartiles"

@@ -1,9 +1,9 @@
-"""The loops of others, on the same model, data and optimizer: Accelerate, Lightning Fabric, HF Trainer, Lightning.
+"""Other libraries' training loops on the same model, data and optimizer: Accelerate, Lightning Fabric, Trainers.
 
-A peer is a function that trains and calls `between` after each of its steps, until that says False. What `between` does
-is the caller's affair: here the rivals of a comparison do a step of their own, so neighbours in time are compared,
-although a Trainer owns its loop. Every peer has its own way left to it; what only costs time and belongs to none of the
-others (progress bars, checkpoints, logs) is switched off. A peer raises ImportError where it is not installed.
+A peer is a function that trains and calls `between` after each of its steps, until that returns False. The caller
+decides what `between` does: in a comparison the rivals do a step each, so neighbours in time are compared,
+although a Trainer owns its loop. Every peer keeps its own way of training; features that only cost time and that no
+other has (progress bars, checkpoints, logs) are off. A peer raises ImportError where it is not installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIGHTNINGS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """The data set of a workload with nothing but what a DataLoader asks for: whole batches at once."""
+    """The data set of a workload with only what a DataLoader needs: whole batches at once."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -62,7 +62,7 @@ class WithLoss(nn.Module):
 
 
 def accelerate(work: Workload, batch: int, between: Between) -> None:
-    """A loop with Accelerate, as its manual has it."""
+    """A loop with Accelerate, as its manual shows it."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if work.precision == "bf16" else "no")
@@ -143,7 +143,7 @@ def lightning(work: Workload, batch: int, between: Between) -> None:
             return work.loss(self.model, sample)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            # with bf16 it refuses to clip for an optimizer that is fused
+            # with bf16 it refuses to clip for a fused optimizer
             return build_optimizer(self, is_fused=work.precision == "fp32")
 
     class Hook(pl.Callback):
@@ -157,7 +157,7 @@ def lightning(work: Workload, batch: int, between: Between) -> None:
         enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=CLIP_NORM, callbacks=[Hook()],
     )  # fmt: skip
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of loader processes, which nobody here has
+        warnings.simplefilter("ignore")  # about loader processes, which no loop here uses
         trainer.fit(Module(), _loader(work, batch))
 
 

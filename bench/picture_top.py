@@ -1,10 +1,10 @@
-"""The picture of README: `hetseq top` while a node is killed and comes back, as an animated SVG of a real run.
+"""README's picture: `hetseq top` while a node is killed and comes back, as an animated SVG of a real run.
 
     python bench/picture_top.py [--output docs/top.svg]
 
 Two nodes on this machine, with two workers and one, all of unequal speed (`--throttle`), train in a temporary folder.
-The script looks at the run as `hetseq top` does, kills all processes of the second node, starts that again, and goes on
-until its worker takes part. Each look that differs from the one before is a frame. The nodes have names of their own
+The script watches the run as `hetseq top` does, kills all processes of the second node, restarts it, and continues
+until its worker takes part. Each view that differs from the one before is a frame. The nodes have their own host names
 where namespaces are allowed (`unshare -ru`).
 """
 
@@ -15,7 +15,6 @@ import html
 import itertools
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -27,10 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.commands.top import Lookout, view
+from hetseq.monitor.block_chart import Line, text_of
+from hetseq.monitor.lookout import Lookout
+from hetseq.monitor.run_view import view
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS, ROWS = 84, 11
+COLUMNS, ROWS = 92, 15
 LOOK_S, BEFORE_S, GONE_S, AFTER_S, MOST_S = 0.5, 4.0, 4.0, 4.0, 90.0
 CHARACTER, LINE, EDGE = 8.4, 19, 14  # pixels of a 14 px monospaced font
 WORDS = shlex.split(
@@ -40,22 +41,23 @@ WORDS = shlex.split(
 OWN = {"labA": ["--distributed-rank", "0", "--distributed-gpus", "2"], "labB": ["--distributed-rank", "2"]}
 STYLE = """
 text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d6dbe1; white-space: pre; }
-.head { fill: #ffffff; font-weight: bold; } .dim { fill: #8b949e; } .bad { fill: #ff7b72; } .pace { fill: #79c0ff; }
-.typed { fill: #7ee787; }
+.head, .pace { fill: #ffffff; font-weight: bold; } .dim, .rest { fill: #8b949e; } .bad { fill: #ff7b72; }
+.typed, .good, .loss { fill: #7ee787; } .slow, .wait { fill: #e3b341; } .compute { fill: #58a6ff; }
+.data { fill: #d2a8ff; } .speed { fill: #56d4dd; }
 """
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What was on the screen from a moment on."""
+    """The screen from a moment on."""
 
     at_s: float
     typed: str
-    lines: tuple[str, ...]
+    lines: tuple[Line, ...]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Record, write, and say how large it is."""
+    """Record, write, and print the size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "top.svg")
     arguments = parser.parse_args(words)
@@ -71,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class Nodes:
-    """The two launchers, each in a session of its own, so that all its processes can be killed at once."""
+    """The two launchers, each in its own session, so that all its processes can be killed at once."""
 
     def __init__(self, run: Path) -> None:
         self._words = [*WORDS, "--distributed-init-method", f"file://{run.parent / 'meeting'}", "--save-dir", str(run)]
@@ -96,7 +98,7 @@ class Nodes:
         process.wait()
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the remaining processes."""
         for process in self._started:
             self.kill(process)
 
@@ -128,16 +130,17 @@ def record(run: Path) -> list[Frame]:
 
 
 class Frames:
-    """What `hetseq top` shows, look by look; `typed` is what was typed in another terminal."""
+    """The successive screens of `hetseq top`; `typed` is the command typed in another terminal."""
 
     def __init__(self, run: Path) -> None:
         self._run, self._look, self._begin_s = run, Lookout(run), time.monotonic()
         self.typed, self._frames = "", list[Frame]()
 
     def watch_for(self, seconds: float) -> None:
-        """Look twice a second."""
+        """Refresh twice a second."""
         for _ in range(round(seconds / LOOK_S)):
-            lines = view(self._run, self._look.signs(), self._look, width=COLUMNS, height=ROWS).lines
+            seen = view(self._run, self._look.signs(), self._look, width=COLUMNS, height=ROWS, is_drawn=True)
+            lines = seen.drawn
             if not self._frames or (self._frames[-1].typed, self._frames[-1].lines) != (self.typed, lines):
                 self._frames.append(Frame(time.monotonic() - self._begin_s, self.typed, lines))
             time.sleep(LOOK_S)
@@ -164,7 +167,7 @@ def newest(run: Path) -> int:
 
 
 def generations(run: Path) -> int:
-    """How many changes of its workers the run has been through."""
+    """The number of membership changes so far."""
     events = run / "events.jsonl"
     rows = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
     return sum(row["event"] == "generation" for row in rows)
@@ -174,7 +177,7 @@ def generations(run: Path) -> int:
 
 
 def drawn(frames: Sequence[Frame]) -> str:
-    """An SVG that shows each frame for as long as it stood, and begins again."""
+    """An SVG that shows each frame for its duration, in a loop."""
     width, height = round(COLUMNS * CHARACTER + 2 * EDGE), (ROWS + 3) * LINE + 2 * EDGE
     lasts_s = frames[-1].at_s
     parts, rules = [], []
@@ -185,38 +188,33 @@ def drawn(frames: Sequence[Frame]) -> str:
             f"@keyframes k{number} {{ 0% {{ visibility: {'visible' if number == 0 else 'hidden'}; }}"
             f" {from_:.2f}% {{ visibility: visible; }} {to:.2f}% {{ visibility: hidden; }} }}"
         )
-        typed = [f"$ {frame.typed}"] if frame.typed else [""]
-        lines = ["$ hetseq top runs/digits", *frame.lines, *[""] * (ROWS - len(frame.lines)), *typed]
+        typed: Line = ((f"$ {frame.typed}" if frame.typed else "", "typed"),)
+        empty: list[Line] = [()] * (ROWS - len(frame.lines))
+        lines: list[Line] = [(("$ hetseq top runs/digits", "typed"),), *frame.lines, *empty, typed]
         texts = "".join(
-            f'<text x="{EDGE}" y="{EDGE + LINE * (row + 1)}"{kind_of(row, line)}>{html.escape(line)}</text>'
+            f'<text x="{EDGE}" y="{EDGE + LINE * (row + 1)}">{coloured(line)}</text>'
             for row, line in enumerate(lines)
-            if line
+            if text_of(line).strip()
         )
         parts.append(f'<g id="f{number}">{texts}</g>')
     still = "@media (prefers-reduced-motion: reduce) { g { animation: none !important; } #f0 { visibility: visible; } }"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        ' role="img" aria-label="hetseq top: a worker is killed, the others go on, and it comes back">'
+        ' role="img" aria-label="hetseq top: a worker is killed, the others continue, and it comes back">'
         f"<style>{STYLE}{''.join(rules)}{still}</style>"
         f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>{"".join(parts)}</svg>\n'
     )
 
 
-def kind_of(row: int, line: str) -> str:
-    """The class of a line, by what it says."""
-    if line.startswith("$ "):
-        kind = "typed"
-    elif row == 1:
-        kind = "head"
-    elif re.search(r"\b(gone|dead|died|silent)\b", line):
-        kind = "bad"
-    elif line.startswith(">"):
-        kind = "pace"
-    elif row == 2 or line.lstrip().startswith("rank "):
-        kind = "dim"
-    else:
-        return ""
-    return f' class="{kind}"'
+def coloured(line: Line) -> str:
+    """The pieces of a line, each in its place: blocks of a font are not as wide as its letters everywhere."""
+    spans, column = list[str](), 0
+    for text, kind in line:
+        if text.strip():
+            place = f'x="{EDGE + CHARACTER * column:.1f}" textLength="{CHARACTER * len(text):.1f}"'
+            spans.append(f'<tspan {place} class="{kind}">{html.escape(text)}</tspan>')
+        column += len(text)
+    return "".join(spans)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What `hetseq plan` predicts, beside the run that is then made: real command lines, several ranks of this machine.
+"""Predictions of `hetseq plan` against real runs: actual command lines, several ranks of this machine.
 
     python bench/plan.py [--rounds 1] [--batch 64] [--steps 30]
 
-Three cases, each of a run that is measured, a question that is asked of it, and a run that answers it:
+Three cases, each with a measured run, a question about it, and a run that answers the question:
 
 * 1:3 with measured shares: what does rank 0 do without rank 1?
 * 1:1 with measured shares: what if a third rank came that is half as fast as they are?
-* 1:3 with equal shares: what would the best shares give? They are then trained with as weights.
+* 1:3 with equal shares: what would the best shares give? They then serve as weights of a run.
 
-Every rank is slowed down at least 16 times, so that five of them hardly meet on the cores of a small machine. The run
-that is measured goes on while the other one is made, and is asked about its steps of that time: machines are now and
-then a tenth faster or slower for minutes, which is nobody's prediction. The step of a run is the median of its last
+Every rank is slowed down at least 16 times, so that five of them hardly meet on the cores of a small machine. The
+measured run continues during the other one, and the question is about its steps in that time: machines are sometimes
+a tenth faster or slower for minutes, which no plan can predict. The step time of a run is the median of its last
 steps.
 """
 
@@ -35,11 +35,11 @@ import figures
 import random_images
 
 ROOT = Path(__file__).resolve().parents[1]
-SLOWED = 16.0  # the factor of a rank of speed 1: asleep for fifteen sixteenths of its time
+SLOWED = 16.0  # the throttle of a rank of speed 1, which sleeps fifteen sixteenths of its time
 LAST_STEPS = 20
-FIRST_STEPS = 15  # of the run that is measured, before it is asked for the first time
+FIRST_STEPS = 15  # of the measured run, before the first question
 MOST_STEPS = 1_000_000  # it is ended by a signal
-MOST_LOAD = 1.0  # programs that want a core, per core, over the last minute: with more, others had a part in the times
+MOST_LOAD = 1.0  # running programs per core over the last minute: above it, others affected the times
 PATIENCE_S = 600.0
 
 
@@ -106,13 +106,13 @@ def compare(case: Case, folder: Path, batch: int, steps: int) -> dict[str, Any]:
 
 
 def ask(run: Path, case: Case) -> dict[str, Any]:
-    """What `hetseq plan` answers to the question of a case; without a question: what the best shares give."""
+    """`hetseq plan`'s answer to a case's question; without a question: the result of the best shares."""
     scenario: dict[str, Any] = json.loads(hetseq("plan", str(run), *case.question, "--json"))["scenarios"][-1]
     return scenario
 
 
 def training(folder: Path, factors: Sequence[float], balance: str, batch: int, steps: int) -> list[str]:
-    """The words of a run of as many ranks as there are factors, each slowed down by its own."""
+    """The words of a run of as many ranks as there are factors, each with its own slow-down."""
     throttle = ",".join(f"{rank}:{SLOWED * factor:g}" for rank, factor in enumerate(factors))
     return [
         "train", "--task", f"{random_images.__file__}:RandomImageTask", "--cpu", "--global-batch-size", str(batch),
@@ -124,7 +124,7 @@ def training(folder: Path, factors: Sequence[float], balance: str, batch: int, s
 
 
 def hetseq(*words: str) -> str:
-    """What a command prints; ends the script with what it said if it fails."""
+    """The output of a command; if it fails, ends the script with the error."""
     ended = subprocess.run(
         [sys.executable, "-m", "hetseq", *words],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
@@ -136,7 +136,7 @@ def hetseq(*words: str) -> str:
 
 @contextmanager
 def going_on(run: Path, words: Sequence[str]) -> Iterator[None]:
-    """A run that has made its first steps, and is ended afterwards as Ctrl-C does it."""
+    """A run that has made its first steps, ended afterwards as by Ctrl-C."""
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "hetseq", *words], cwd=ROOT, env=environment(), stdout=said, stderr=said

@@ -2,16 +2,16 @@
 
     python bench/pretrain.py TEXT --output DIR [--updates 5800] [--slower 1.5] [--picture FILE.svg]
 
-Everything is done by commands of HetSeq, which are printed. The second worker is slowed down on purpose. What is
-complete in DIR already is taken as it is, so an interrupted run goes on when the line is given again; the time of the
-training is the sum of the steps' and so that of all parts.
+HetSeq's own commands, which are printed, do all the work. The second worker is deliberately slowed down. Complete
+results in DIR are reused, so running the command again resumes an interrupted run; the training time is the sum over
+the steps, so it includes all parts.
 
-    masked accuracy      of the masked words of the text that was held out; beside it what always guessing the most
-                         frequent one gets, and the accuracy where the input does not show the word
+    masked accuracy      on the masked words of the held-out text; beside it the accuracy of always guessing the most
+                         frequent one, and the accuracy where the input does not show the word
     apart                the difference of the two curves at a step, in nats: the largest, and the median
 
-The micro-batches are units of 4 rows, so that both runs compute the same products, and gradients are added up in double
-precision, so that it does not matter who adds what: both curves are expected to be equal in every
+The micro-batches are units of 4 rows, so that both runs compute the same products, and gradients are accumulated in
+double precision, so that the order of additions does not matter: both curves are expected to be equal in every
 step. Ends with a line of JSON, and with `--picture` both curves are drawn.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, name: str, more: Sequence[str]) -> list[Row]:
-    """Train in DIR/name, or go on; the rows of its metrics.jsonl. Ends the program where training fails."""
+    """Train in DIR/name, or resume; returns the rows of its metrics.jsonl. Ends the program if training fails."""
     folder, updates = options.output, options.updates
     words = [
         *TRAINING.split(), "--data", str(folder / "corpus"), "--config-file", str(folder / "network.json"),
@@ -97,21 +97,21 @@ def command(words: Sequence[str]) -> None:
             try:
                 code = process.wait()
                 break
-            except KeyboardInterrupt:  # it has heard the Ctrl-C too, and saves
+            except KeyboardInterrupt:  # it received Ctrl-C too, and saves
                 pass
     print(f"-- {time.monotonic() - began_s:.0f} s", flush=True)
     if code:
-        sys.exit(f"{Path(__file__).name}: the command above ended with {code}; given again, this one goes on")
+        sys.exit(f"{Path(__file__).name}: the command above ended with {code}; run this command again to resume")
 
 
 def read_rows(save_dir: Path) -> list[Row]:
-    """What a run has written of its steps and validations."""
+    """A run's rows of steps and validations."""
     lines = (save_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def judged(two: Sequence[Row], one: Sequence[Row], held_out: Row) -> Row:
-    """All figures of both runs; `held_out` is what corpus.json says of the text that was held out."""
+    """All figures of both runs; `held_out` is the corpus.json entry of the held-out text."""
     curves = [losses(two), losses(one)]
     apart = [abs(ours - theirs) for ours, theirs in zip(*curves, strict=True)]
     steps = [row for row in two if "loss" in row]
@@ -138,7 +138,7 @@ def judged(two: Sequence[Row], one: Sequence[Row], held_out: Row) -> Row:
 
 
 def losses(rows: Sequence[Row]) -> list[float]:
-    """The loss of every step, in their order."""
+    """The loss of every step, in order."""
     return [row["loss"] for row in rows if "loss" in row]
 
 

@@ -1,6 +1,6 @@
-"""The MNIST net on images made up once, held in memory: a task for the benchmarks, and for plain loops beside it.
+"""The MNIST net on synthetic images in memory: a task for the benchmarks, and for plain loops beside it.
 
-An image is noise over a pattern of its label, so that a net can learn it and a loss has somewhere to go.
+An image is noise over a pattern of its label, so that a network can learn it and the loss can fall.
 """
 
 from __future__ import annotations

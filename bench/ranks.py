@@ -1,9 +1,9 @@
-"""Ranks for a benchmark: processes that hold several trainings at once and do some steps of one when they are told to.
+"""Ranks for a benchmark: processes that hold several trainings at once and do steps of one on request.
 
-All trainings of a comparison, those of HetSeq as well as a bare one under DDP, stay alive side by side in the same
-processes. So rounds can take turns, and one run of a script compares neighbours in time. Each rank has one thread, a
-core of its own (where there are enough of them) and is set as a worker of HetSeq is, unless it is told otherwise. A
-rank answers with what it measured; what that means is the script's affair.
+All trainings of a comparison, HetSeq's as well as a bare DDP loop, stay alive side by side in the same processes. So
+rounds can alternate, and one run of a script compares neighbours in time. Each rank has one thread, a core of its own
+(where there are enough of them) and, by default, the process settings of a HetSeq worker. A rank returns its
+measurements; the script interprets them.
 
 Two ways to train: `together`, where the ranks of a training wait for each other by themselves, and `side_by_side`,
 where each trains alone but none stops before all have been measured, so that every core is busy all the time.
@@ -37,7 +37,7 @@ Request = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """What a rank measured of some steps, without those it settled in."""
+    """A rank's measurements of some steps, warm-up steps excluded."""
 
     wall_s: float
     cpu_s: float  # of the whole process, its threads for the network included
@@ -57,7 +57,7 @@ class Timing:
 
     @classmethod
     def whole(cls, parts: Sequence[Timing]) -> Timing:
-        """What one rank measured in several parts, as one."""
+        """One rank's measurements in several parts, merged."""
         return cls(
             wall_s=sum(part.wall_s for part in parts),
             cpu_s=sum(part.cpu_s for part in parts),
@@ -70,10 +70,10 @@ class Timing:
 def there_and_back(
     turns: Sequence[str], number: int, half: Callable[[str], Sequence[Timing]]
 ) -> dict[str, list[Timing]]:
-    """Round `number` of several trainings that take turns, and what each rank measured of each.
+    """Round `number` of several trainings that take turns, and each rank's measurements of each.
 
-    All have a `half` of their turn, and then the other one in the reversed order, so that a machine whose speed drifts
-    meanwhile treats all of them alike. Who begins changes from round to round.
+    All have a `half` of their turn, and then the other one in the reversed order, so that drifting machine speed
+    affects all of them alike. The order changes from round to round.
     """
     begin = number % len(turns)
     order = [*turns[begin:], *turns[:begin]]
@@ -105,7 +105,7 @@ class Ranks:
         """Build a training of HetSeq on the first ranks, one list of command-line words for each of them.
 
         `is_alone`: each of them trains for itself, without the others. `shares_memory`: the ranks exchange gradients
-        as those of one node do, else as those of several nodes.
+        as on one node, else as between nodes.
         """
         world_size = 1 if is_alone else len(words)
         request = {"do": "open", "name": name, "world_size": world_size, "shares_memory": shares_memory}
@@ -123,7 +123,7 @@ class Ranks:
         return [Timing(**answer) for answer in answers.values()]
 
     def set_as(self, *, is_worker: bool) -> None:
-        """From now on the processes are set as workers of HetSeq are, or as any other program."""
+        """From now on the processes have the settings of HetSeq's workers, or of any other program."""
         self._ask({rank: {"do": "set_as", "is_worker": is_worker} for rank in range(len(self._ranks))})
 
     def alone(self, name: str, rank: int, *, settle: int, least_s: float) -> Timing:
@@ -132,7 +132,7 @@ class Ranks:
         return Timing(**self._ask({rank: request})[rank])
 
     def side_by_side(self, name: str, *, settle: int, least_s: float) -> list[Timing]:
-        """As `alone`, on all ranks at once; each goes on, uncounted, until all of them have been measured."""
+        """As `alone`, on all ranks at once; each continues, uncounted, until all have been measured."""
         request = {"do": "train", "name": name, "settle": settle, "steps": 2, "least_s": least_s, "goes_on": True}
         answers = self._ask(dict.fromkeys(range(len(self._ranks)), request))
         self._ask({rank: {"do": "rest"} for rank in range(len(self._ranks))})
@@ -185,7 +185,7 @@ class _Rank:
         self._pipe.send_bytes(json.dumps(request).encode())
 
     def answer(self, deadline: float) -> Any:
-        """What it answers to the last request; None if it has ended, or does not answer in time."""
+        """The answer to the last request; None if the process has ended or is late."""
         try:
             if self._pipe.poll(max(0.0, deadline - time.monotonic())):
                 return json.loads(self._pipe.recv_bytes())
@@ -208,7 +208,7 @@ def _output() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-# What follows happens in the process of a rank.
+# In the process of a rank.
 
 
 @dataclass
@@ -220,14 +220,14 @@ class Training:
 
 
 class Life:
-    """A rank: its trainings by name, and how it does what it is told."""
+    """A rank: its trainings by name, and the requests it handles."""
 
     def __init__(self, pipe: Connection, rank: int, folder: Path, model: str) -> None:
         self._pipe, self._rank, self._folder, self._model = pipe, rank, folder, model
         self._trainings: dict[str, Training] = {}
 
     def run(self) -> None:
-        """Do what is asked, one request after another, until nobody is there to ask."""
+        """Handle one request after another until the script ends."""
         deeds: dict[str, Callable[..., Any]] = {
             "open": self._open, "open_ddp": self._open_ddp, "train": self._train, "slow_down": self._slow_down,
             "rest": lambda: {}, "set_as": self._set_as,
@@ -309,7 +309,7 @@ class Life:
 
 
 def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Training:
-    """A training of HetSeq with all it does in a real run, its rows on disk included. Collective.
+    """A training of HetSeq with everything a real run does, its rows on disk included. Collective.
 
     `save_dir` is made by the first rank of the group.
     """
@@ -376,19 +376,19 @@ class FolderStore:
         deadline = time.monotonic() + timeout_s
         while not self._path(key).exists():
             if time.monotonic() > deadline:
-                raise SystemExit(f"nobody set {key} within {timeout_s:g} s")
+                raise SystemExit(f"no rank set {key} within {timeout_s:g} s")
             time.sleep(0.002)
         return self._path(key).read_bytes()
 
     def check(self) -> None:
-        """A rank that ends is noticed by who waits for its answer."""
+        """The waiting process notices a rank that ends."""
 
     def _path(self, key: str) -> Path:
         return self._folder / key.encode().hex()
 
 
 def main() -> None:
-    """The life of a rank, whose place is told as JSON."""
+    """The main function of a rank, whose place is given as JSON."""
     place = json.loads(sys.argv[1])
     if place["core"] is not None:
         os.sched_setaffinity(0, {place["core"]})  # before any thread: they inherit it

@@ -1,31 +1,30 @@
-"""The same kill under HetSeq and under torchrun: how long until the next good step, and what is done again.
+"""The same kill under HetSeq and under torchrun: the time until the next good step, and the repeated work.
 
     python bench/recover.py [--rounds 5] [--ranks 3] [--every 10] [--sample-ms 2.5]
 
-One rank of a running group is killed with SIGKILL. HetSeq's survivors regroup in their processes and repeat the step;
-its launcher starts a new worker, which is given the state. `torchrun --standalone --max-restarts` ends all ranks and
-starts them again from the newest file that `torch.save` has written.
+The script kills one rank of a running group with SIGKILL. HetSeq's survivors regroup in their processes and repeat the
+step; its launcher starts a new worker, which receives the state. `torchrun --standalone --max-restarts` ends all ranks
+and restarts them from the newest file that `torch.save` has written.
 
-Both sides are measured alike. On every rank a hook of the optimizer appends a line to one file after each of its steps:
-number, process, CLOCK_MONOTONIC (one clock for all processes of a machine). This script takes the time just before it
-sends the signal. A step is good if nobody had made it before the signal.
+Both sides are measured alike. On every rank an optimizer hook appends a line to one file after each of its steps:
+number, process, CLOCK_MONOTONIC (one clock for all processes of a machine). The script takes the time just before it
+sends the signal. A step is good if no rank had made it before the signal.
 
     next good step   from the signal to the first line of the first good step
     done again       steps that were made once more, although they had been made before the signal
     rank back        from the signal to the first line of a process that was started since
     new process      from the signal to its first instruction in Python, and until it had imported torch
 
-The toy is the same: model, data, AdamW, a sample takes as long (so the survivors' steps take longer), a checkpoint
-every N steps, files in the same folder. What could favour HetSeq is decided the other way. The script of torchrun
-imports torch and nothing else; that torch then imports its compiler too is DDP's own doing. The agent looks every 0.1 s
-and has no other agent to meet. The state is tiny and in the page cache, and so is torch, since a round that is not
-counted comes first. Steps are short, so what is done again costs next to nothing. The kills of the rounds are spread
-evenly over the steps between two checkpoints, and both sides of a round get the same one. Who begins changes from round
-to round.
+The toy is the same: model, data, AdamW, time per sample (so the survivors' steps take longer), a checkpoint
+every N steps, files in the same folder. Choices that could favour HetSeq go the other way. torchrun's script imports
+torch and nothing else; DDP itself makes torch import its compiler too. The agent polls every 0.1 s and has no other
+agent to meet. The state is tiny and in the page cache, and so is torch, thanks to an uncounted first round. Steps are
+short, so repeated steps cost next to nothing. The kills of the rounds are spread evenly over the steps between two
+checkpoints, and both sides of a round get the same kill. The order of the sides alternates.
 
 With torchrun's defaults (torch 2.13, gloo) the new ranks find the addresses of the dead ones in the store that they
-share with the agent, cannot connect, and use up all restarts (pytorch issue 135712). So it is given a store for each
-start: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+share with the agent, cannot connect, and use up all restarts (pytorch issue 135712). So each start gets its own store:
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ ROOT = Path(__file__).resolve().parents[1]
 BAR = 20.0  # times as fast
 SAMPLES_PER_RANK = 8
 PATIENCE_S, GRACE_S = 180.0, 20.0
-LOOK_S = 0.01  # seldom, so that looking takes no time from those that recover
+LOOK_S = 0.01  # seldom, so that polling takes no time from the recovery
 AFTER_BACK_STEPS = 3
 HEADS = ("", "next good step, s", "× HetSeq", "done again", "rank back, s", "new process, s", "has torch, s")
 
 TOY = '''
-"""What both sides train."""
+"""The model that both sides train."""
 import os
 import time
 BEGAN_NS = time.monotonic_ns()
@@ -152,7 +151,7 @@ main()
 
 
 class Line(NamedTuple):
-    """A process has made a step; all times on the same clock, `began` and `imported` are those of the process."""
+    """A process has made a step; all times on the same clock; `began` and `imported` are per process."""
 
     step: int
     pid: int
@@ -172,7 +171,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a kill has cost; seconds since the signal."""
+    """The cost of a kill; seconds since the signal."""
 
     next_s: float
     again: int
@@ -280,7 +279,7 @@ def one_kill(command: Sequence[str], folder: Path, kill: Kill, ranks: int) -> Re
 
 
 def await_(process: subprocess.Popen[bytes], said: IO[bytes], look: Callable[[], bool], what: str) -> None:
-    """Return once `look` gives true; end the script in words if the command ends before, or it takes too long."""
+    """Return once `look` is true; end the script in words if the command ends before, or it takes too long."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not look():
         if process.poll() is not None or time.monotonic() > deadline_s:
@@ -304,12 +303,12 @@ def newest(path: Path) -> int:
 
 
 def pids(lines: Sequence[Line]) -> list[int]:
-    """The processes that have made a step, in the order of their numbers, which is that of their start."""
+    """The processes that have made a step, in the order of their numbers, and so of their start."""
     return sorted({line.pid for line in lines})
 
 
 def is_over(lines: Sequence[Line], killed_ns: int, ranks: int) -> bool:
-    """As many ranks as before have made some steps that nobody had made before the signal, together."""
+    """As many ranks as before have together made some steps that no rank had made before the signal."""
     before = [line for line in lines if line.made_ns <= killed_ns]
     good = [line for line in lines if line.made_ns > killed_ns and line.step > max(one.step for one in before)]
     by_step = [{line.pid for line in some} for _, some in itertools.groupby(sorted(good), lambda line: line.step)]
@@ -317,7 +316,7 @@ def is_over(lines: Sequence[Line], killed_ns: int, ranks: int) -> bool:
 
 
 def measure(lines: Sequence[Line], killed_ns: int) -> Recovery:
-    """What a kill at that time has cost. Raises ValueError if no good step and no new process have come since."""
+    """The cost of a kill at that time. Raises ValueError if no good step and no new process have come since."""
     before = [line for line in lines if line.made_ns <= killed_ns]
     after = sorted((line for line in lines if line.made_ns > killed_ns), key=lambda line: line.made_ns)
     last, old = max(line.step for line in before), {line.pid for line in before}
@@ -334,7 +333,7 @@ def measure(lines: Sequence[Line], killed_ns: int) -> Recovery:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the launcher to end; kill what is left of it, process by process."""
+    """Ask the launcher to end; kill its remaining processes one by one."""
     started = {pid: start_time(pid) for pid in below(process.pid)}
     if process.poll() is None:
         process.terminate()
@@ -356,7 +355,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Give back shared memory that a run has left, and say so: it should not have."""
+    """Free shared memory that a run has left, and report it: it should leave none."""
     if RunDirectory(run).config_file.exists():
         for path in SHARED_MEMORY.glob(f"{Arena.prefix(RunDirectory(run).run_id)}*"):
             print(f"left behind: {path}", file=sys.stderr)
@@ -379,7 +378,7 @@ def below(pid: int) -> set[int]:
 
 
 def start_time(pid: int) -> str:
-    """When a living process was started, in the kernel's words; "" for one that is gone or a zombie."""
+    """When a living process was started, as the kernel prints it; "" if it is gone or a zombie."""
     stat = _stat(pid)
     return "" if not stat or stat[0] in "ZX" else stat[19]
 
@@ -393,7 +392,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def evaluate(rounds: Sequence[Mapping[str, Recovery]]) -> list[dict[str, Any]]:
-    """A row of figures for each side; the ratio is that of each round."""
+    """A row of figures for each side; the ratio is taken in each round."""
     ours = [found["HetSeq"] for found in rounds]
     rows = []
     for side in ("HetSeq", "torchrun"):

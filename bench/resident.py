@@ -1,7 +1,7 @@
-"""What processes hold of this machine's memory, as Linux counts it.
+"""Resident memory of a tree of processes, as Linux counts it.
 
 The one idea: a page that several processes share counts once, divided among them (PSS), so the sum over a tree of
-processes is what the tree takes, its shared memory included.
+processes is its whole use, shared memory included.
 """
 
 from __future__ import annotations

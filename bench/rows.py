@@ -1,11 +1,11 @@
-"""How fast rows of BERT are read: from HDF5 and from records here, and as in 2020, opening the file for every row.
+"""Reading speed of BERT rows: from HDF5 and from records here, and as in 2020, opening the file for every row.
 
     python bench/rows.py [--packed-rows 400000] [--rounds 5]
 
-Writes three files, made up, in the types of NVIDIA's scripts: a plain one, one packed with gzip that fits unpacked into
-what HetSeq keeps of a split (20,000 rows both), and one that does not; the rows of the first also as records. Prints
-the CPU time of a row, in batches of 64 rows of 128 tokens at random, with the files in the page cache; the ratio is
-taken round by round. Rows of records are masked as they are read, those of HDF5 were when they were made. A record is
+Writes three synthetic files in the types of NVIDIA's scripts: a plain one, one packed with gzip that fits unpacked into
+HetSeq's cache of a split (20,000 rows both), and one that does not; also the rows of the first as records. Prints
+the CPU time of a row, in random batches of 64 rows of 128 tokens, with the files in the page cache; ratios are
+taken within a round. Rows of records are masked on reading, rows of HDF5 when they were written. A record is
 compared with the plain file and with the packed one, as NVIDIA's scripts and the 2020 HetSeq have it. Ends with a line
 of JSON.
 """
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--packed-rows", type=int, default=400_000, help="rows of the file that does not fit")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    logging.disable()  # that packed files are slow is what is measured
+    logging.disable()  # it warns that packed files are slow, which is measured here
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="hetseq-rows-") as folder:
         for name, rows, is_packed in (
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def write(path: Path, rows: int, *, is_packed: bool) -> None:
-    """A file of rows whose words are as unequally frequent as those of a language."""
+    """A file of rows whose word frequencies are as unequal as in a language."""
     generator = np.random.default_rng(rows)
     storage = {"compression": "gzip"} if is_packed else {}
     with h5py.File(path, "w") as file:
@@ -108,7 +108,7 @@ def measured(dataset: BertDataset | BertRecords, path: Path, rows: int, rounds: 
         "here": dataset.__getitems__,
         "opened": lambda batch: [opened(path, row) for row in batch],
     }
-    # what is kept is filled first: by all rows in order, as the last blocks of what does not fit are no use
+    # fill the cache first, with all rows in order, since a split that does not fit leaves useless last blocks
     for start in range(0, rows, 10_000):
         dataset.__getitems__(range(start, min(start + 10_000, rows)))
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -1,13 +1,13 @@
 """A training loop that saves, and ways to save its state: HetSeq's to disk and to memory, torch.save, DCP's async.
 
-Responsible for: all of them doing the same work for the same state, at the same points of the same loop. Knows no
-clocks but that of the wait before an update, and no figures. The one idea: a saver has the methods that HetSeq's
-trainer calls: `begin`, then `settle` before the next update of the optimizer, `poll` once a step, and `finish`;
-torch.save does all of it in `begin`. What only stays in memory is compared with no saves, not with those to a disk.
+Responsible for: every saver does the same work for the same state, at the same points of the same loop. Reads no
+clock except to time the wait before an update, and computes no figures. The one idea: a saver has the methods that
+HetSeq's trainer calls: `begin`, then `settle` before the next update of the optimizer, `poll` once a step, and
+`finish`; torch.save does everything in `begin`. Memory-only states are compared with no saves, not with saves to disk.
 
-The loop trains a transformer of the shape of GPT-2 on made-up tokens with AdamW (fused), in one thread. DCP runs as
-its documentation wants it fastest: a process of its own, an asynchronous stager that keeps its shared memory from save
-to save, files flushed to the disk.
+The loop trains a transformer of the shape of GPT-2 on synthetic tokens with AdamW (fused), in one thread. DCP runs in
+the fastest way that its documentation describes: a separate process, an asynchronous stager that keeps its shared
+memory from save to save, files flushed to the disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hetseq.checkpoint.history import HISTORY_NAME
 from hetseq.comm.group import LocalGroup
 
 CHUNK_BYTES = 8 << 20  # of a plain write
-_REST_S = 10.0  # so long a writer may tidy up after a commit
+_REST_S = 10.0  # seconds for a writer to clean up after a commit
 _LINEAGE = "00112233445566aa"
 
 
@@ -52,7 +52,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(2, 64, 2, 1000, 64),  # 2 MB of state: for a look at the script
+    "tiny": Shape(2, 64, 2, 1000, 64),  # 2 MB of state, to try the script
     "small": Shape(8, 512, 8, 30522, 512),  # 0.49 GB
     "gpt2": Shape(12, 768, 12, 50257, 1024),  # 124M parameters, 1.5 GB
 }
@@ -80,7 +80,7 @@ class Network(nn.Module):
 
 
 class Loop:
-    """What trains: `step` is one update, `waited_s` the time its updates have waited for `before_update` in all."""
+    """The training loop: `step` is one update, `waited_s` the total wait in `before_update`."""
 
     def __init__(self, shape: Shape, *, rows: int, length: int) -> None:
         torch.manual_seed(0)
@@ -118,14 +118,14 @@ class Loop:
         """Of the state."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def _await(self, *_: Any) -> None:  # gives None: anything else would be taken for arguments of the update
+    def _await(self, *_: Any) -> None:  # returns None: torch would take anything else as arguments of the update
         began = time.perf_counter()
         self.before_update()
         self.waited_s += time.perf_counter() - began
 
 
 class Saver(ABC):
-    """Saves the state of a loop into `folder`, which is this saver's; a save that fails ends the script."""
+    """Saves the state of a loop into `folder`, which no other saver uses; a failed save ends the script."""
 
     name: str
 
@@ -142,7 +142,7 @@ class Saver(ABC):
         """Return when the optimizer may change the state."""
 
     def poll(self) -> None:  # noqa: B027
-        """What is to be done once a step while a save is under way."""
+        """Called once a step while a save is under way."""
 
     @property
     def is_underway(self) -> bool:
@@ -219,7 +219,7 @@ class HetSeq(Saver):
 
     def _check(self, result: Any, *, is_early: bool = False) -> None:
         if is_early and result is not None:
-            raise SystemExit("the save did not go on in the background")
+            raise SystemExit("the save did not continue in the background")
         if result is not None and not result.ok:
             raise SystemExit(f"a save failed: {result.error}")
 
@@ -227,7 +227,7 @@ class HetSeq(Saver):
 class InMemory(HetSeq):
     """The same manager, whose states stay in shared memory; `saves` counts those that did.
 
-    `begin` keeps the state only if the last one was sealed when `settle` was called, as the trainer asks before the
+    `begin` keeps the state only if the last one was sealed when `settle` was called, since the trainer asks before the
     update and acts after it.
     """
 
@@ -237,11 +237,11 @@ class InMemory(HetSeq):
         super().__init__(loop, folder, keeps_states=True)
         if not self._manager.keeps_states:
             self._manager.close()
-            raise SystemExit("there is no room in memory for a second state")
+            raise SystemExit("a second state does not fit in memory")
         self._was_sealed = True
 
     def begin(self) -> None:
-        """The copy begins, or the state of this step is passed over."""
+        """Begin the copy, or skip the state of this step."""
         if not self._was_sealed:
             return
         self.saves += 1
@@ -253,7 +253,7 @@ class InMemory(HetSeq):
             raise SystemExit("the state did not stay in memory")
 
     def settle(self) -> None:
-        """What the ranks tell each other before the update, and the end of the copy."""
+        """The ranks' exchange before the update, and the end of the copy."""
         self._was_sealed = self._manager.is_sealed
         super().settle()
 
@@ -301,7 +301,7 @@ class Dcp(Saver):
 
     def __init__(self, loop: Loop, folder: Path) -> None:
         super().__init__(loop, folder)
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # its process looks for this one under the host's full name
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # its process connects to this one by the full host name
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         options = StagingOptions(
@@ -359,7 +359,7 @@ SAVERS: dict[str, Callable[[Loop, Path], Saver]] = {saver.name: saver for saver 
 
 
 def write_plain(path: Path, data: memoryview) -> None:
-    """A new file with these bytes, flushed: what a disk can do for one who asks it for nothing else."""
+    """Write these bytes to a new file and flush it: the limit of the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for begin in range(0, len(data), CHUNK_BYTES):
@@ -383,7 +383,7 @@ def file_system(folder: Path) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Standard error goes nowhere, also that of processes that begin meanwhile, for as long as they live."""
+    """Discard standard error, also of processes started meanwhile, for as long as they live."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

@@ -1,19 +1,19 @@
-"""One rank against several: what communication costs, and what is left of eight machines.
+"""One rank against several: the cost of communication, and the efficiency of eight machines.
 
     python bench/scale.py [--ranks 2] [--model bert] [--rounds 5]
     python bench/scale.py --emulate 8 [--rounds 5]
 
 The first form gives every rank a core and the same number of samples, and six things take turns in the same processes:
-each rank training for itself while the others rest (`alone`), the same while all of them do (`both busy`), the run of
-HetSeq as its ranks on one node exchange gradients (through shared memory) and as those of several nodes do (gloo, here
-over the loopback), and a bare loop under DistributedDataParallel with `gradient_as_bucket_view`, as it is by itself and
-in processes set as HetSeq's workers are, which keep what is freed and multiply fp32 by the faster library. 100 % are
-the summed speeds of `both busy`: busy cores share caches and clock, which is nobody's communication. A round goes
-through the six and then back again, so that a machine whose speed drifts meanwhile treats all of them alike.
+each rank training for itself while the others rest (`alone`), the same while all of them do (`both busy`), HetSeq
+exchanging gradients as on one node (through shared memory) and as between nodes (gloo, here over the loopback),
+and a bare loop under DistributedDataParallel with `gradient_as_bucket_view`, in its default process and in
+processes set up like HetSeq's workers, which keep freed memory and multiply fp32 by the faster library. 100 % are
+the summed speeds of `both busy`: busy cores share caches and clock, which is not a communication cost. A round goes
+through the six and then back again, so that drifting machine speed affects all of them alike.
 
 The second form is about the number of ranks. 1, 2, 4 and 8 ranks train the MNIST net, dropout included, on steps of the
 same global batch; all ranks are slowed down 8 times (`--throttle`), so that a core or two carry them. `--unit-size`
-gives them the same curve, which is checked step by step, so the time to a loss is the time of its step. Efficiency is
+gives them the same curve, which is checked step by step, so time to a loss is proportional to step time. Efficiency is
 the time of one rank over the time of W ranks, divided by W.
 """
 
@@ -39,10 +39,10 @@ LOCAL_BATCH = {"mnist": 512, "bert-tiny": 64, "bert": 16}
 #: of the first form, in the order of the table
 TURNS = ("alone", "both busy", "ours", "gloo", "ddp", "ddp, alike")
 #: of the second form: samples of a step and of a micro-batch. Small micro-batches on purpose: all ranks begin a step at
-#: once, and until their sleeps have drawn them apart they stand in a queue for the cores. A share of eight ranks is 48
+#: once, and queue for the cores until their sleeps have drawn them apart. A share of eight ranks is 48
 #: of them: one more, the least that a share can change by, is 2 % of a step
 EMULATED_BATCH, UNIT = 3072, 8
-# calm: with a rate of 0.05 and momentum this net, as data are made up, turns rounding into 1e-3 within 18 steps, also
+# calm: with a rate of 0.05 and momentum this net, on synthetic data, turns rounding into 1e-3 within 18 steps, also
 # between single and double precision on one rank
 SGD = ["--optimizer", "sgd", "--lr", "0.01", "--momentum", "0"]
 LARGEST_GAP = 1e-5
@@ -59,7 +59,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="of a rank that trains for itself, at least")
     parser.add_argument("--balance", default="auto", help="as in `hetseq train`")
     parser.add_argument("--emulate", type=int, metavar="N", help="1, 2, 4, ... N ranks, all slowed down N times")
-    parser.add_argument("--no-pin", action="store_true", help="let the system choose the cores")
+    parser.add_argument("--no-pin", action="store_true", help="do not pin ranks to cores")
     arguments = parser.parse_args(words)
     arguments.steps = arguments.steps or (2 if arguments.emulate else 10)
     arguments.batch = arguments.batch or (EMULATED_BATCH if arguments.emulate else LOCAL_BATCH[arguments.model])
@@ -141,7 +141,7 @@ def speed(turn: str, timings: Sequence[Timing]) -> float:
 
 
 def evaluate(rounds: Sequence[dict[str, list[Timing]]], batch: int) -> list[dict[str, Any]]:
-    """A row per thing that was measured."""
+    """A row per measured configuration."""
     rows = []
     for turn in TURNS:
         speeds = [speed(turn, seen[turn]) for seen in rounds]
@@ -172,13 +172,13 @@ def evaluate(rounds: Sequence[dict[str, list[Timing]]], batch: int) -> list[dict
 
 
 def report(rounds: Sequence[dict[str, list[Timing]]], arguments: argparse.Namespace) -> None:
-    """A table, what is to be said against it, and the same as one line of JSON."""
+    """Print a table, caveats, and the same as one line of JSON."""
     rows = evaluate(rounds, arguments.batch)
     names = {
         "ours": f"HetSeq, --balance {arguments.balance}",
         "gloo": "the same, as between nodes",
         "ddp": "DDP, gradient_as_bucket_view",
-        "ddp, alike": "the same, set as our workers",
+        "ddp, alike": "the same, set up like our workers",
     }
     print(
         f"{arguments.ranks} ranks, one thread each, {arguments.model}, {arguments.batch} samples a rank and step, AdamW"
@@ -248,7 +248,7 @@ def evaluate_worlds(
                 "step": len(curves[world]),
                 "loss": curves[world][-1],
                 "gap": figures.largest_gap([curves[1], curves[world]]),
-                # only for one rank: several queue for the cores, and wait for each other
+                # only for one rank: several ranks queue for the cores, and wait for each other
                 "wall_to_cpu": figures.spread([figures.stretch(one[0].wall_s, one[0].cpu_s, factor) for one in rounds]),
             }
         )

@@ -1,4 +1,4 @@
-"""What a worker of HetSeq sets in its process on a CPU, and what any other process has, to compare with."""
+"""Process settings of a HetSeq worker on a CPU, and of any other process for comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_a_worker() -> None:
 
 
 def as_any_process() -> None:
-    """glibc does as it does in any program, once that has freed large blocks: its thresholds follow them, up to 32 MiB
+    """glibc behaves as in any program that has freed large blocks: its thresholds follow their size, up to 32 MiB
     for blocks that it asks the kernel for, and twice that for what it keeps (mallopt(3), M_MMAP_THRESHOLD). Products of
     fp32 are torch's choice."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:

@@ -1,9 +1,9 @@
-"""How long it takes to divide a step exactly among many unequal ranks.
+"""Time to divide a step exactly among many unequal ranks.
 
     python bench/solver.py
 
-Random costs with a fixed part, and the same with a stair for each micro-batch of 16; the median of twenty divisions,
-each of other costs.
+Random costs with a fixed part, and the same with a step for each micro-batch of 16; the median of twenty divisions,
+each with different costs.
 """
 
 from __future__ import annotations

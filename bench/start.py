@@ -1,10 +1,10 @@
-"""How long a start takes: from two launchers on this machine to their first step, imports excluded.
+"""Start-up time: from two launchers on this machine to their first step, imports excluded.
 
     python bench/start.py [--rounds 15] [--workers 1] [--url tcp|file]
 
-Each launcher is a process that has imported everything, and whose fork server has too; so what is measured is the
+Each launcher is a process that has imported everything, as has its fork server. So the script measures only the
 start itself: meeting, roster, connections, run directory, worker processes, data, model, contract, process group. The
-clock begins when both are told to go, each over a pipe, and ends when the row of step 1 stands in metrics.jsonl (this
+clock starts when both receive the command over a pipe, and ends when the row of step 1 appears in metrics.jsonl (this
 includes the step, some milliseconds here, and the writing). Every round is a new run in a new run directory.
 """
 
@@ -46,7 +46,7 @@ class Launcher:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().decode().strip()
         if answer != word:
-            raise SystemExit(f"a launcher said {answer!r} in place of {word!r}:\n{self.said()}")
+            raise SystemExit(f"a launcher said {answer!r} instead of {word!r}:\n{self.said()}")
 
     def said(self) -> str:
         """All it has written so far."""
@@ -66,12 +66,12 @@ class Launcher:
 
 
 def serve() -> None:
-    """The life of a launcher: import, start the fork server, answer; then a command per line."""
+    """The main function of a launcher: import, start the fork server, answer; then a command per line."""
     from hetseq.cli import main
     from hetseq.launch.worker_processes import warm_forkserver
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a run prints is nobody's answer
+    os.dup2(2, 1)  # the output of a run must not be read as an answer
     warm_forkserver()
     print("warm", file=answers)
     for line in sys.stdin:
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def one_start(launchers: list[Launcher], folder: Path, number: int, arguments: argparse.Namespace) -> float:
-    """Seconds from the word to go to the first step; both launchers have ended when this returns."""
+    """Seconds from the command to the first step; both launchers have ended when this returns."""
     run = folder / f"run-{number}"
     url = f"tcp://127.0.0.1:{free_port()}" if arguments.url == "tcp" else f"file://{folder / f'meeting-{number}'}"
     words = ["--task", str(TASK), "--cpu", "--global-batch-size", "16", "--max-update", "1", "--lr", "1e-3"]
@@ -126,7 +126,7 @@ def one_start(launchers: list[Launcher], folder: Path, number: int, arguments: a
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,19 +1,19 @@
-"""What a step of HetSeq costs over a bare loop, and what it costs elsewhere: one process, step by step in turn.
+"""The cost of a HetSeq step over a bare loop, and of other libraries' steps: one process, step by step in turn.
 
     python bench/step.py [--model mnist|bert] [--batch 256] [--rounds 40] [--peers all|none|"HF Trainer" ...]
         [--precision fp32|bf16] [--network transformers] [--products same] [--device cuda:0 --peers none]
 
 A bare loop fetches a batch, zeroes the gradients, runs forward and backward, clips and updates. HetSeq's step does the
-same and also plans, seeds, counts, reduces, commits, and writes its row of metrics. Peers do what they do: Accelerate,
-Lightning Fabric, HF Trainer and Lightning Trainer where they are installed, with the same model, data and optimizer.
+same and also plans, seeds, counts, reduces, commits, and writes its row of metrics. Peers are Accelerate,
+Lightning Fabric, HF Trainer and Lightning Trainer, where installed, with the same model, data and optimizer.
 With `--network transformers` all but HetSeq train that library's BERT of the same sizes, as their users do.
 All run in one process. After each step of a peer, in its own hook where it owns its loop, HetSeq and the bare loop do
-one as well, so that the noise of the machine hits all alike; ratios are taken neighbour by neighbour. All profit from
-memory that is kept between steps, as in a HetSeq worker; without it page faults would decide. Products of fp32 are made
-by the library that each has by itself: HetSeq's workers choose the faster one, the peers have torch's choice;
-`--products same` gives all of them that of a worker. Process CPU time stands beside wall time: a run whose wall time
-exceeds its CPU time by more than a tenth shared its core. On a GPU every step ends with a synchronisation before the
-clock is read, which neither loop makes by itself. The other peers are set up for a CPU and are left out there.
+one as well, so that the noise of the machine affects all alike; ratios are taken between neighbours. All profit from
+memory that is kept between steps, as in a HetSeq worker; otherwise page faults would dominate. Each uses its default
+library for fp32 products: HetSeq's workers choose the faster one, the peers use torch's choice;
+`--products same` gives all of them a worker's. Process CPU time is listed beside wall time: a run whose wall time
+exceeds its CPU time by more than a tenth shared its core. On a GPU every step ends with a synchronization before the
+clock is read, which neither loop does by itself. The other peers are set up for a CPU and are left out there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROUNDS = {"mnist": 40, "bert-tiny": 40, "bert": 20, "bert-base": 15}
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; an error ends the script in words."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=workloads.MODELS, default="mnist", help="what all of them train")
+    parser.add_argument("--model", choices=workloads.MODELS, default="mnist", help="the model that all of them train")
     parser.add_argument("--batch", type=int, help="samples of a step (default: by the model)")
     parser.add_argument("--rounds", type=int, help="counted steps of each (default: by the model)")
     parser.add_argument(
@@ -60,7 +60,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of all of them")
     parser.add_argument("--network", choices=["ours", "transformers"], default="ours", help="of all but HetSeq")
     parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
-    parser.add_argument("--products", choices=["own", "same"], default="own", help="who multiplies fp32 for the peers")
+    parser.add_argument("--products", choices=["own", "same"], default="own", help="fp32 library of the peers")
     arguments = parser.parse_args(words)
     arguments.batch = arguments.batch or BATCHES[arguments.model]
     arguments.rounds = arguments.rounds or ROUNDS[arguments.model]
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def hetseq_loop(work: Workload, folder: Path, batch: int, closing: ExitStack) -> Callable[[], Any]:
-    """One step of HetSeq, with all it does in a real run; `closing` ends its threads, which write into the folder."""
+    """One step of HetSeq, with everything a real run does; `closing` ends its threads, which write into the folder."""
     words = [*workloads.hetseq_words(work, batch), "--save-dir", str(folder / "run")]
     config = options.complete(options.parse(words))
     directory = RunDirectory.prepare(folder / "run", config_yaml=options.dump_yaml(config))
@@ -169,7 +169,7 @@ def beside(rivals: dict[str, Callable[[], Any]], peer: Peer, work: Workload, arg
 
 
 def evaluate(peer: str, times: Times, *, of: Sequence[str]) -> dict[str, Any]:
-    """The figures of a peer: its own, those of its rivals beside it, and ratios above 1 where it takes longer."""
+    """The figures of a peer and of its rivals beside it; ratios above 1 where the peer takes longer."""
     row: dict[str, Any] = {"what": peer, "n": len(times["peer"])}
     for number, kind in enumerate(("cpu", "wall")):
         seconds = {name: [step[number] for step in steps] for name, steps in times.items()}
@@ -183,7 +183,7 @@ def evaluate(peer: str, times: Times, *, of: Sequence[str]) -> dict[str, Any]:
 
 
 def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """A table, what is to be said against it, and the same as one line of JSON."""
+    """Print a table, caveats, and the same as one line of JSON."""
     print(
         f"one process, one thread, {arguments.model} in {arguments.precision}, {arguments.batch} samples a step, AdamW,"
         f" torch {torch.__version__}"

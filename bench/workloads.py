@@ -1,7 +1,7 @@
-"""What the benchmarks train: a model and made-up data, as words for HetSeq and as objects for any other loop.
+"""Workloads of the benchmarks: a model and synthetic data, as options for HetSeq and as objects for any other loop.
 
-Every loop of a comparison is given the same model, the same data set with its own way to make batches, and the same
-optimizer; what differs is the loop. `MODELS` says what there is; the data of a BERT are written once into a folder.
+Every loop of a comparison gets the same model, the same data set with its own batching, and the same
+optimizer; only the loop differs. `MODELS` lists the workloads; a BERT's data are written once into a folder.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Workload:
     device: str = "cpu"
 
     def computing(self) -> AbstractContextManager[object]:
-        """Within it a loop that nobody helps computes in that precision."""
+        """A context in which a plain loop computes in that precision."""
         return PRECISIONS[self.precision].computing(torch.device(self.device))
 
     def place(self, sample: Any) -> Any:
@@ -115,7 +115,7 @@ def workload(name: str, folder: Path) -> Workload:
 
 
 def with_transformers(work: Workload) -> Workload:
-    """The same for whoever trains a BERT with the network of transformers; for loops that are not HetSeq."""
+    """The same with transformers' BERT, for loops other than HetSeq."""
 
     def build() -> torch.nn.Module:
         from transformers import BertConfig as TheirConfig
@@ -130,7 +130,7 @@ def with_transformers(work: Workload) -> Workload:
 
 
 def their_bert_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
-    """The same mean loss as transformers have it: a label for every token, -100 where nothing is to be predicted."""
+    """The same mean loss as transformers computes it: a label for every token, -100 for unpredicted ones."""
     labels = torch.full((sample["input_ids"].numel(),), -100)
     labels[sample["masked_positions"]] = sample["masked_ids"]
     loss: torch.Tensor = model(
@@ -185,7 +185,7 @@ def build_optimizer(model: torch.nn.Module, *, is_fused: bool = True) -> torch.o
 
 
 def hetseq_words(work: Workload, batch: int) -> list[str]:
-    """The words of a `hetseq train` that does the same, and saves and validates nothing."""
+    """The options of a `hetseq train` that does the same, without saves and validation."""
     words = [
         *work.words,
         "--devices",
@@ -221,7 +221,7 @@ def bare_loop(
     world_size: int = 1,
     wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
 ) -> Callable[[], float]:
-    """A step of the loop anybody would write, which gives its loss; `wrap` may put DDP around the model."""
+    """A step of a plain training loop, which returns its loss; `wrap` may put DDP around the model."""
     torch.manual_seed(0)
     model = wrap(work.build().train().to(work.device))
     optimizer, samples = build_optimizer(model), batches(work, batch, rank=rank, world_size=world_size)

@@ -1,6 +1,6 @@
-"""For all tests: the police (nothing left behind), the warm server of the ranks, and the data that is not committed.
+"""Fixtures of all tests: the leak check (`police`), the warm server of the ranks, and data that is not committed.
 
-It imports no torch, so the tests of what needs no torch begin at once.
+It imports no torch, so tests that need no torch begin at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests live to the end: no collection of garbage looks through them, neither now nor in the tests."""
+    """Modules and tests live to the end: garbage collection skips them, now and in the tests."""
     gc.disable()
     try:
         return (yield)
@@ -43,7 +43,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process first, several ranks next, command lines last: the cheapest tests say first what is wrong."""
+    """One process first, several ranks next, command lines last: the cheapest tests fail first."""
     folders = ["unit", "distributed", "end_to_end"]
     items.sort(key=lambda item: next((at for at, name in enumerate(folders) if name in item.path.parts), len(folders)))
 

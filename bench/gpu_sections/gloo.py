@@ -118,7 +118,7 @@ def sums(
 
 
 def loses_a_peer(rank: int, device: torch.device, group: Any, path: Path) -> dict[str, Any]:
-    """The last rank is killed in the middle of a sum: after how many seconds the others know, and can go on."""
+    """Kill the last rank in the middle of a sum; seconds until the others notice, and whether they can continue."""
     tensor = torch.ones(32 * 2**20, device=device)  # 128 MiB
     group.allreduce([torch.ones(1, device=device)]).wait(DEADLINE)
     killed = path.with_suffix(".killed")

@@ -27,7 +27,7 @@ PLAIN = (
     "--no-save", "--disable-validation", "--memory-interval-updates", "0", "--noise-scale-every", "0",
     "--no-progress-bar", "--lr-scheduler", "constant",
 )  # fmt: skip
-CORES_OF_A_RUN = 4  # where there are twice as many, two runs go on at once
+CORES_OF_A_RUN = 4  # where there are twice as many, two runs run at once
 #: of runs that are compared; plain SGD, because adaptive optimizers hide wrong factors
 SGD = ("--optimizer", "sgd", "--lr", "0.3", "--clip-norm", "0")
 

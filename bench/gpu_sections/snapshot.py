@@ -111,7 +111,7 @@ def saved(place: Place, device: torch.device, megabytes: int, name: str) -> Iter
             right += int(result is not None and result.ok and is_state(manager, kept))
     finally:
         manager.close()
-    yield holds(f"{name}: saved states", right == SAVES, seen=f"{right} of {SAVES} are those of their step",
+    yield holds(f"{name}: saved states", right == SAVES, seen=f"{right} of {SAVES} match their step",
                 expected="all of them")  # fmt: skip
     yield Check(
         f"{name}: begin, first and last of {size / 1e9:.2f} GB", f"{figure_of(begins[0])}, {figure_of(begins[-1])}"

@@ -68,6 +68,7 @@ from hetseq.system.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_w
 from hetseq.system.rank_phase import Cell, Phase
 from hetseq.training.controller import Halt
 from hetseq.training.replica_check import ReplicasDiffer
+from hetseq.training.step_engine import Between, Engine, Settled, drive
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def run_worker(
     with ExitStack() as closing:
         try:
             life = _Life(with_own_options(config, own or {}), directory, placement, stop, line, closing, errand)
-            return life.run()
+            return drive(life.run())
         except SystemExit as error:
             return {"code": EXIT_FAILED, "message": f"the task's code called sys.exit({error.code!r}) during the run"}
         except Exception as error:
@@ -218,19 +219,19 @@ class _Life:
         line.present(rank_fields(config, self._material))
         self._gone_back_to = 0
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Engine[dict[str, Any]]:
         """Run all generations that this rank takes part in; returns its report."""
         generation = _Generation(self._placement.crew, None)
         if self._placement.is_replacement:
             faults.point("join")
             generation = self._read(self._line_of_record(), None)
         while True:
-            lost = self._live(generation)
+            lost = yield from self._live(generation)
             if not isinstance(lost, str):
                 return lost
             generation = self._succeed(generation, lost)
 
-    def _live(self, generation: _Generation) -> dict[str, Any] | str:
+    def _live(self, generation: _Generation) -> Engine[dict[str, Any] | str]:
         """Run one generation to its end; returns the report of this rank, or why another generation must follow.
 
         Resources stay open in `generation`. The exception handler ends before anything else happens, because the
@@ -238,7 +239,10 @@ class _Life:
         """
         try:
             self._form(generation)
-            return self._train(generation) if self._errand is None else self._do(self._errand, generation)
+            if self._errand is not None:
+                return self._do(self._errand, generation)
+            yield from _settle(generation)
+            return (yield from self._train(generation))
         except (PeerLostError, RendezvousError) as error:
             if not self.is_ready and not self._placement.is_replacement:
                 raise
@@ -262,7 +266,7 @@ class _Life:
         assert generation.group is not None
         return {"code": EXIT_DONE, "message": sweep.perform(errand, self._config, self._material, generation.group)}
 
-    def _train(self, generation: _Generation) -> dict[str, Any] | str:
+    def _train(self, generation: _Generation) -> Engine[dict[str, Any] | str]:
         config = self._config
         while True:
             whereabouts.enter(Phase.BUILDING)
@@ -278,7 +282,7 @@ class _Life:
             self._tell_versions(generation, session)
             differing = None
             try:
-                halt = session.train()
+                halt = yield from session.steps()
                 whereabouts.enter(Phase.ENDING)
                 report = self._finish(session, halt)
                 if halt is Halt.LEAVING:  # the others save again what is being written now, without waiting for it
@@ -365,8 +369,10 @@ class _Life:
         record = line.report(report.to_record())
         next_record = Record.from_record(record["record"])
         carried = self._carry(generation, next_record)
+        following = _after(generation, self._read(record, carried), now_s)
+        following.unsettled = _unsettled(generation)
         generation.close()
-        return _after(generation, self._read(record, carried), now_s)
+        return following
 
     def _carry(self, generation: _Generation, record: Record) -> KeptState | None:
         """The state that this rank keeps for the next generation; None if it will receive the state."""
@@ -402,6 +408,7 @@ class _Generation:
     group: Group | None = None
     sharing: DirectoryGroups | None = None
     session: Session | None = None
+    unsettled: Settled | Between | None = None  # what the driver is asked first, about the last step
 
     def sever(self) -> None:
         if self.group is not None:
@@ -414,6 +421,24 @@ class _Generation:
         if self.group is not None:
             self.group.close()
         self.session = self.sharing = self.group = None
+
+
+def _settle(generation: _Generation) -> Engine[None]:
+    """Let the driver end what it does after the last step, before a session exists; asked again if interrupted."""
+    if generation.unsettled is not None:
+        question, generation.unsettled = generation.unsettled, Between()
+        yield question
+        generation.unsettled = None
+
+
+def _unsettled(generation: _Generation) -> Settled | Between | None:
+    """What the driver of this rank has not ended at the end of a generation."""
+    session = generation.session
+    if session is None:
+        return generation.unsettled
+    if session.caught_up is not None:
+        return Settled(session.caught_up)
+    return Between() if session.controller.is_settling else None
 
 
 def _after(before: _Generation, following: _Generation, now_s: float) -> _Generation:

@@ -31,9 +31,10 @@ from hetseq.run.regroup import PendingWork
 from hetseq.run.step_watch import StepWatch
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.system.rank_phase import Phase, Stand, amid
-from hetseq.training.controller import Controller, StepResult, TrainingState
+from hetseq.training.controller import Controller, TrainingState
 from hetseq.training.replica_check import ReplicaCheck
 from hetseq.training.share_policy import Shift
+from hetseq.training.step_engine import StepResult
 from hetseq.training.validation import Validator
 
 _ABOUT_BYTES = 512

@@ -15,6 +15,7 @@ from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.regroup import KeptState, PendingWork
 from hetseq.training.controller import Controller, Halt
 from hetseq.training.replica_check import ReplicasDiffer
+from hetseq.training.step_engine import Engine, StepResult, drive
 
 
 @dataclass
@@ -31,19 +32,24 @@ class Session:
     _due: PendingWork | None = None  # left over from the generation before
     _is_trusted: bool = True  # all ranks hold the same state
     _is_open: bool = True
+    caught_up: StepResult | None = None  # of the step that `carry` has made, which no driver knows of yet
 
     @property
     def last_step(self) -> int:
         return self.controller.state.position.step - 1
 
     def train(self) -> Halt:
+        """`steps`, driven for a task."""
+        return drive(self.steps())
+
+    def steps(self) -> Engine[Halt]:
         """Train to the end, or until a rank asks for something else. Collective; raises on all ranks what ended it.
 
         If replicas differ, it waits for a checkpoint under way, which was begun while they were equal.
         """
         try:
             self._make_up()
-            halt = self._stop_here() if self._is_last else self.controller.fit()
+            halt = self._stop_here() if self._is_last else (yield from self.controller.steps())
         except (ReplicasDiffer, DisagreementError) as error:
             self._is_trusted = False
             if isinstance(error, ReplicasDiffer):
@@ -81,6 +87,7 @@ class Session:
             due = self.boundary.due(controller, controller.unsettled)
             if controller.unsettled is not unsettled:
                 self._metrics.step(due.row)
+                self.caught_up = controller.unsettled
         carried = KeptState(
             controller.replica.optimizer, controller.state, self._provenance, self.saver, controller.pace.meter, due,
             self._metrics.last_rows(),

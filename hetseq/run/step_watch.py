@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from hetseq.cluster.membership.step_commit import Verdict
 from hetseq.errors import NonFiniteError
 from hetseq.monitor.metrics import Metrics
-from hetseq.training.controller import StepResult
+from hetseq.training.step_engine import StepResult
 
 logger = logging.getLogger(__name__)
 

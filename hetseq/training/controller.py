@@ -48,7 +48,8 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
 from hetseq.training.precision import LossScale
 from hetseq.training.share import Part, ShareComputer
-from hetseq.training.share_policy import SharePolicy, Shift
+from hetseq.training.share_policy import SharePolicy
+from hetseq.training.step_engine import Compute, Engine, Settled, StepResult, computed, drive
 from hetseq.training.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Halt(enum.Enum):
 
     ENDED = "all is done"
     STOPPED = "a rank was asked to stop"
-    LEAVING = "this rank goes, and others go on"
+    LEAVING = "this rank leaves, the others continue"
     CHANGING = "other ranks go, or wait to be taken in"
 
 
@@ -81,23 +82,6 @@ class TrainingState:
     best: float | None = None
     train_seconds: float = 0.0
     resets: dict[str, int] = field(default_factory=dict)  # the --reset-* options done so far, and at which step
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one committed step; equal on every rank except for `seconds`."""
-
-    plan: StepPlan
-    outcome: Outcome
-    counts: tuple[float, ...]
-    loss: float | None  # sum over terms of weight * sum / count, in nats, before the update; None if skipped
-    lr: float
-    grad_norm: float
-    seconds: float
-    work: int  # the work of all its samples, in the unit by which they were divided among the ranks
-    shift: Shift | None  # new shares decided after it
-    loss_scale: float | None = None  # of the next step, if the precision has one
-    best_before: float | None = None  # `best` of the training state, before a validation after this step
 
 
 @dataclass(frozen=True)
@@ -197,20 +181,29 @@ class Controller:
         self._rows: Words = np.zeros((0, 0), np.int64)  # of the last commit
         self._last: tuple[Tag, Verdict] | None = None  # the last update that this controller has made
         self._unsettled: StepResult | None = None
+        self.is_settling = False  # the driver has the last step's result, and the engine waits for it
 
     def fit(self) -> Halt:
-        """Train until the configured end, or until a rank asks for something else. Every rank calls it."""
+        """All steps of a task: `steps`, driven. Every rank calls it."""
+        return drive(self.steps())
+
+    def train_step(self) -> StepResult:
+        """One step of a task: `step`, driven. Every rank calls it."""
+        return drive(self.step())
+
+    def steps(self) -> Engine[Halt]:
+        """Train until the configured end, or until a rank asks for something else. Every rank drives it."""
         self.replica.model.train()
         with self.replica.buffers.changing_alike():
             self.task.update_step(self.state.updates)  # values that a task derives from it are not in a checkpoint
         while not self.has_ended():
-            outcome = self.train_step().outcome
+            outcome = (yield from self.step()).outcome
             if outcome.wish and not self.has_ended():
                 is_leaving = outcome.rows[self.group.rank].wish & Wish.LEAVE
                 return Halt.STOPPED if outcome.wish & Wish.STOP else Halt.LEAVING if is_leaving else Halt.CHANGING
         return Halt.ENDED
 
-    def train_step(self) -> StepResult:
+    def step(self) -> Engine[StepResult]:
         """One step of the global batch: every rank enters, every rank leaves with the same verdict."""
         plan, clock = self._plan, self._clock
         faults.at_step(plan.step)
@@ -226,19 +219,22 @@ class Controller:
             faults.point("count")
             counts = self._counts_ahead or self._gather_counts(data)
             clock.lap("idle")
-        outcome = self._agree(plan, data, counts, rate)
+        outcome = yield from self._agree(plan, data, counts, rate)
         is_to_blame = outcome.verdict is Verdict.SKIP and not self._is_overflow(outcome)
         result = self._resolve(outcome)
         whereabouts.enter(Phase.BOUNDARY)
         faults.point("boundary")
         if is_to_blame:
-            self._explain_skip(plan, data, counts)
+            yield from self._explain_skip(plan, data, counts)
+        self.is_settling = True
+        yield Settled(result)
+        self.is_settling = False
         with phase("checkpoint"), self._patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
         self._unsettled = None
         return result
 
-    def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...], rate: float) -> Outcome:
+    def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...], rate: float) -> Engine[Outcome]:
         """Sum the gradients until every rank holds the whole sum, again whenever memory ran out on a rank; the verdict
         of all ranks."""
         clock = self._clock
@@ -246,7 +242,7 @@ class Controller:
             with phase("forward_backward"):
                 whereabouts.enter(Phase.FORWARD_BACKWARD)
                 faults.point("forward_backward")
-                part = self._computer.compute(data, counts, self.loader.fetch_again)
+                part = yield from self._compute(data, counts)
                 clock.lap("compute")
                 whereabouts.enter(Phase.DATA)
                 upcoming = self._look_ahead(plan)  # fetched while the buckets travel
@@ -273,6 +269,9 @@ class Controller:
             self.replica.buffers.restore_()
             logger.info("step %d is done again: memory ran out on rank %s", plan.step, _redoing(outcome))
         return outcome
+
+    def _compute(self, data: StepData, counts: tuple[float, ...]) -> Engine[Part]:
+        return computed(Compute(self._computer, data, counts, self.loader.fetch_again))
 
     def has_ended(self) -> bool:
         """Whether the configured updates or epochs are done, or the learning rate has reached its minimum."""
@@ -389,9 +388,9 @@ class Controller:
         """Whether a gradient is not finite because the loss scale was too large, while the losses are numbers."""
         return self._has_loss_scale and self.state.loss_scale.may_fall and all(map(math.isfinite, outcome.sums))
 
-    def _explain_skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
+    def _explain_skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> Engine[None]:
         """Log which rank produced values that are not finite. Collective."""
-        blame = self._find_non_finite(data, counts)
+        blame = yield from self._find_non_finite(data, counts)
         self.replica.buffers.restore_()
         message = f"step {plan.step} skipped: its gradient is not finite; {blame}"
         if self.state.skipped_in_a_row >= self._config.max_skipped_steps:
@@ -401,10 +400,10 @@ class Controller:
             )
         logger.log(logging.WARNING if self.group.rank == 0 else logging.INFO, message)  # all ranks know this
 
-    def _find_non_finite(self, data: StepData, counts: tuple[float, ...]) -> str:
+    def _find_non_finite(self, data: StepData, counts: tuple[float, ...]) -> Engine[str]:
         """Every rank computes its share once more, without sending it, and the ranks compare; only after a skip."""
         with self.replica.reducer.without_sending():
-            sums = self._computer.compute(data, counts, self.loader.fetch_again).sums
+            sums = (yield from self._compute(data, counts)).sums
             self.replica.reducer.finish()
             is_bad = not self.replica.reducer.is_finite()
         flags = [float(is_bad), *(float(not math.isfinite(value)) for value in sums)]

@@ -1,4 +1,4 @@
-"""The table of chaos: what runs have survived, how fast, and whether that holds the bars.
+"""The chaos table: faults that runs survived, recovery times, and the bars.
 
     python -m tests.chaos [--kills 300] [--seed 0] [--only SECTION ...] [--case NAME] [--keep FOLDER]
     python -m tests.chaos --soak SECONDS
@@ -6,13 +6,13 @@
 kills       runs of 3 to 5 workers with unequal shares, in which workers are killed at random instants, also two at once
 phases      a kill in every phase of a step and of a recovery (`test_kills.PHASES`)
 kinds       processes that stop, hang, crash, leave, and writers that are killed (`test_kills.KINDS`)
-detection   kills and stops one by one: how long until the others know, go on, and are complete again
+detection   kills and stops one by one: seconds until the others know, continue, and are complete again
 faults      the 22 kinds of fault of the failure model, each by the tests that are marked with it (`fault_kinds`)
 security    strangers, floods, orphans, open files and secrets, by the tests that are marked with them
 
-Each run is compared with an undisturbed one. Nothing is tried twice: what fails is printed with the line that repeats
-it, and what a run has left is copied to --keep. Ends with 1 if a bar is missed. With --soak only kills are made, with
-new seeds until so many seconds are over, and the table says what the launcher's process has grown by.
+Each run is compared with an undisturbed one. Nothing is retried: a failure is printed with the command that repeats
+it, and the failed run's files are copied to --keep. Ends with 1 if a bar is missed. With --soak only kills are made,
+with new seeds for that many seconds, and the table shows the growth of the launcher's process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KILLS_OF_A_RUN = 10
 ONE_BY_ONE = 8  # kills, in a run of so many steps
 LONG_STEPS = 300
 DEADLINE_S, DEFAULT_DEADLINE_S = 2.0, 5.0
-#: ranks that fall silent, and how long the others wait for them; the last one waits as long as it does by itself
+#: ranks that fall silent, and how long the others wait for them; the last one uses the default
 STOPS = {
     "rank zero stops before the commit": (Faults().stop(rank=0, seconds=math.inf).at(step=8, phase="commit"), 2.0),
     "rank 1 stops in a sum": (Faults().stop(rank=1, seconds=math.inf).at(step=8, phase="reduce"), 2.0),
@@ -60,7 +60,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of its first run; the next run has the next one")
     parser.add_argument("--only", nargs="+", choices=sections, metavar="SECTION", help=f"of {', '.join(sections)}")
     parser.add_argument("--case", help="this case of `phases`, `kinds`, `detection`, `faults` or `security` alone")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="nothing but kills, for so long")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="only kills, for this long")
     parser.add_argument("--keep", type=Path, help="where runs that fail are copied to")
     arguments = parser.parse_args(words)
     if arguments.kills < 1 or (arguments.soak is not None and arguments.soak <= 0):
@@ -89,7 +89,7 @@ def main() -> int:
     return 1 if failures or any(line.holds is False for line in lines) else 0
 
 
-Part = tuple[str, list[Line], list[str]]  # a title, a table, and what failed with the words that repeat it
+Part = tuple[str, list[Line], list[str]]  # a title, a table, and each failure with the command that repeats it
 
 
 # ---------------------------------------------------------------------------------------------------- sections of runs
@@ -183,7 +183,7 @@ def marked_tests(arguments: argparse.Namespace) -> Iterator[Part]:
 
 
 def run_marked(markers: Sequence[str], case: str | None) -> tuple[list[Shown], str]:
-    """The tests with these markers, and what pytest said if it did not get through."""
+    """The tests with these markers, and pytest's output if it did not complete."""
     with tempfile.TemporaryDirectory(prefix="hetseq-chaos-") as name:
         report = Path(name, "shown.jsonl")
         words = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers), "-p", "tests.chaos.reporter"]
@@ -212,7 +212,7 @@ CASES: dict[str, Sequence[str]] = {
 
 
 def has_cases(section: str, case: str | None) -> bool:
-    """Whether a section has something to do for `--case`."""
+    """Whether a section has a case for `--case`."""
     return case is None or case in CASES.get(section, ())
 
 

@@ -1,4 +1,4 @@
-"""What the chaos tests of one module share: warm processes for whole runs, and the run that nothing disturbs."""
+"""Fixtures of the chaos tests of one module: warm processes for whole runs, and the undisturbed run."""
 
 from __future__ import annotations
 

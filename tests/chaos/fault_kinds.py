@@ -1,7 +1,7 @@
-"""The kinds of fault that a run survives, the figures that tests of strangers give, and which tests show them.
+"""The kinds of fault that a run survives, the figures of the tests with strangers, and the tests for each.
 
-Responsible for the lists and for what follows from the lines of `reporter`. Pure. The one idea: a test says by a marker
-what it shows, `@pytest.mark.fault("FT-11")` or `@pytest.mark.figure("orphans")`; what no test shows is not survived.
+Responsible for the lists and for the evaluation of `reporter`'s lines. Pure. The one idea: a marker says what a test
+covers, `@pytest.mark.fault("FT-11")` or `@pytest.mark.figure("orphans")`; a fault without a test is not survived.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FAULTS = {
     "FT-1": "a rank is killed in a step",
     "FT-2": "rank zero is killed, or the head node",
     "FT-3": "a rank is stopped, hangs, or holds the interpreter",
-    "FT-4": "a rank that was given up wakes up",
+    "FT-4": "an abandoned rank wakes up",
     "FT-5": "a network falls into two halves that both live",
     "FT-6": "a network fails for a moment",
     "FT-7": "a rank becomes several times slower",
@@ -31,7 +31,7 @@ FAULTS = {
     "FT-15": "a bit flips in the model of one rank",
     "FT-16": "a dead run has left its meeting place behind",
     "FT-17": "the run directory is deleted under the run",
-    "FT-18": "somebody comes during a step, or leaves during a save",
+    "FT-18": "a rank joins during a step, or leaves during a save",
     "FT-19": "a process that loads data is killed",
     "FT-20": "the clocks of two nodes differ by an hour",
     "FT-21": "another one is lost while the others recover",

@@ -1,8 +1,8 @@
-"""Where the runs of the table happen, one after the other, and what is kept of those that fail.
+"""Runner of the table's runs, one after the other, which keeps the files of failed ones.
 
-Responsible for a warm process, the undisturbed runs that the others are compared with, and the figures of each run.
-Refuses to know which runs there are and which bars they have to hold. The one idea: nothing is tried twice. What a run
-that failed has left is copied to a folder of its own, with the line that repeats it.
+Responsible for a warm process, the undisturbed reference runs, and the figures of each run.
+Refuses to know which runs there are and which bars apply. The one idea: nothing is retried. The files of a
+failed run are copied to a folder of its own, with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Visible(Chaos):
 
 
 class Ground:
-    """Where runs happen: a warm process, the undisturbed runs, and what is kept of those that failed."""
+    """The place of the runs: a warm process, the undisturbed runs, and the files of failed ones."""
 
     def __init__(self, folder: Path, keep: Path) -> None:
         self._folder, self._keep, self._chaos_count = folder, keep, 0
@@ -116,7 +116,7 @@ class Ground:
         return self._calm[steps]
 
     def _judge(self, run: Run, outcome: Outcome, reference: Outcome) -> None:
-        """Its figures, and what is wrong with it."""
+        """Its figures and faults."""
         directory = RunDirectory(self._chaos.newest)
         run.passages = table.passages(outcome.events, run.ranks)
         rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
@@ -142,9 +142,9 @@ class Ground:
             run.wrong = f"of the faults {expected} there happened {entries}"
 
     def _look_for_stalls(self, run: Run) -> None:
-        """A run that goes on as it should, but only after somebody's deadline, has failed too."""
+        """A run that continues as expected, but only after a deadline, has failed too."""
         if (wait_s := max(run.waits_s, default=0.0)) > STALL_S and not run.wrong:
-            run.wrong = f"nobody went on for {wait_s:.1f} s after a kill, or after a deadline"
+            run.wrong = f"no rank trained for {wait_s:.1f} s after a kill, or after a deadline"
 
     def _keep_it(self, run: Run, diary: Path) -> None:
         kept = self._keep / f"{time.strftime('%m%d-%H%M%S')}-{run.section}-{run.name.replace(' ', '-')}"
@@ -159,7 +159,7 @@ class Ground:
 
 
 def take_shared_files(directory: RunDirectory) -> int:
-    """Remove what a run has left in /dev/shm; gives how many files that were."""
+    """Remove what a run has left in /dev/shm; returns the number of files."""
     if not directory.config_file.exists():
         return 0
     paths = list(SHARED_MEMORY.glob(f"{Arena.prefix(directory.run_id)}*"))

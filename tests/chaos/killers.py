@@ -1,7 +1,7 @@
-"""Who kills the workers of a chaos run: at random instants, two at once now and then, or one by one.
+"""Killers of the workers in a chaos run: at random instants, occasionally two at once, or one by one.
 
-A killer is asked to act again and again while the run goes on. It finds its victims in the status files, and its log
-says whom it has killed, and when. What it draws is a pure function of its seed; when the victims live is not.
+The run calls a killer repeatedly while it lasts. The killer finds its victims in the status files and logs each
+victim and time. Its random choices are a pure function of its seed; the victims' progress is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Kill(NamedTuple):
-    """Whose process was killed, or stopped, and when."""
+    """A victim and the time."""
 
     time_s: float  # since 1970
     slot: int
@@ -34,17 +34,17 @@ class Killer:
     def __init__(self, seed: int, most: int, *, double: float = 0.25, pause_s: float = 0.25) -> None:
         self._random, self._most, self._double, self._pause_s = random.Random(seed), most, double, pause_s
         self._next_s: float | None = None
-        self._killed: set[int] = set()  # one that was killed may take its time to end
+        self._killed: set[int] = set()  # a killed process may take a while to end
         self.log: list[Kill] = []
         self.pairs = 0
 
     @property
     def kills(self) -> int:
-        """How many it has killed."""
+        """The number of kills."""
         return len(self.log)
 
     def act(self, save_dir: Path) -> None:
-        """Called again and again while the run goes on."""
+        """Called again and again while the run lasts."""
         if self.kills >= self._most:
             return
         if self._next_s is None:
@@ -89,11 +89,11 @@ class OneByOne:
 
     @property
     def kills(self) -> int:
-        """How many it has killed."""
+        """The number of kills."""
         return len(self.log)
 
     def act(self, save_dir: Path) -> None:
-        """Called again and again while the run goes on."""
+        """Called again and again while the run lasts."""
         living = training(save_dir) if self.kills < self._most else {}
         if len(living) < self._ranks:
             self._next_s = None

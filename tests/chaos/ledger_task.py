@@ -1,4 +1,4 @@
-"""What the chaos runs train: a small net, and a term without weight that says which samples a step has taken.
+"""The task of the chaos runs: a small network, and an unweighted term that identifies the samples of a step.
 
 Each sample has a number of 40 random bits. Their sum over a step is exact in float64, and two sets of samples with the
 same sum are not to be expected; so a row of `metrics.jsonl` proves the samples of its step.

@@ -1,6 +1,6 @@
-"""The task of the ledger, at a pace that the test may change while it runs: who waits for a host sees steps, not hours.
+"""The ledger task at a pace that the test can change during the run, so that waiting for a host takes steps, not hours.
 
-`HETSEQ_TEST_PACE` names a file with the seconds that a forward takes, which counts from the start of a process.
+`HETSEQ_TEST_PACE` names a file with the seconds per forward, read from the start of a process on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A plugin of pytest: one line of JSON for each test that is marked `fault` or `figure`, with how it ended.
+"""A pytest plugin: one line of JSON with the outcome of each test that is marked `fault` or `figure`.
 
     python -m pytest -m "fault or figure" -p tests.chaos.reporter --shown FILE [--shows NAME]
 
-What a test has recorded with `record_property` is in its line. It imports nothing of HetSeq, as pytest loads it first.
+The line includes values that the test recorded with `record_property`. It imports nothing of HetSeq, as pytest loads
+it first.
 """
 
 from __future__ import annotations

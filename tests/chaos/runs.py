@@ -1,8 +1,8 @@
-"""One run among faults, and what it must look like afterwards: the same as a run without any.
+"""One run among faults, and its comparison with a run without any.
 
-`Chaos` starts whole commands (launcher, hub, workers, writers) in warm processes, so that a run takes seconds. A
-schedule is a pure function of its seed. `verdict` compares a run with the undisturbed one: losses, samples, parameters,
-and what is left behind.
+`Chaos` starts whole commands (launcher, coordinator, workers, writers) in warm processes, so that a run takes seconds.
+A schedule is a pure function of its seed. `verdict` compares a run with the undisturbed one: losses, samples,
+parameters, and leftovers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def options_of(seed: int) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """What a run has left."""
+    """The results of a run."""
 
     code: int
     said: str
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def recoveries(self) -> list[float]:
-        """Seconds of each recovery in which survivors went on, from the loss on until they trained again."""
+        """Seconds of each recovery with survivors, from the loss until they trained again."""
         return [event["seconds"] for event in self.events if event["event"] == "generation" and event["seconds"]]
 
 
@@ -149,7 +149,7 @@ def _tensors(save_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def verdict(found: Outcome, reference: Outcome) -> str:
-    """What is wrong with a run; nothing if it is that of one without faults."""
+    """The faults of a run; none if it equals the undisturbed one."""
     if found.code != reference.code:
         return f"exit code {found.code}: {found.said}"
     steps = [row["step"] for row in found.rows]

@@ -1,8 +1,8 @@
-"""What chaos runs have shown: figures from outcomes, and the table that holds them against their bars.
+"""Results of chaos runs: figures from outcomes, and the table that compares them with their bars.
 
-Pure: rows, events and times go in. The one idea: an event `generation` says when its ranks went on (`time_utc`), how
+Pure: rows, events and times go in. The one idea: an event `generation` says when its ranks continued (`time_utc`), how
 long they had not trained (`seconds`), after which step and who they are. So everything about a recovery follows from
-these events and from the time of the kill, which is the test's own.
+these events and from the time of the kill, which the test itself records.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STALL_S = KNOWN_S + RECOVERY_S
 
 @dataclass(frozen=True)
 class Passage:
-    """Ranks have gone on training in a new generation."""
+    """Ranks continue training in a new generation."""
 
     generation: int
     step: int  # the last one of theirs
     at_s: float  # since 1970
     seconds: float | None  # since they had noticed that the generation before was over; None: not known
     ranks: frozenset[int]
-    is_join: bool  # nobody had been lost
+    is_join: bool  # no rank had been lost
 
     @property
     def noticed_s(self) -> float:
@@ -44,7 +44,7 @@ class Passage:
 
 @dataclass
 class Run:
-    """One run and what is known of it."""
+    """One run and its known facts."""
 
     section: str
     name: str
@@ -52,7 +52,7 @@ class Run:
     ranks: int
     deadline_s: float = 0.0  # after which the others give a silent rank up; 0: ranks are killed
     wrong: str = ""
-    is_right: bool = False  # it trained as if nothing had happened, whatever else is wrong
+    is_right: bool = False  # it trained like an undisturbed run, whatever else is wrong
     has_hung: bool = False
     kills: list[Kill] = field(default_factory=list)
     pairs: int = 0
@@ -66,9 +66,9 @@ class Run:
 
     @property
     def waits_s(self) -> list[float]:
-        """Seconds from each kill, or from the deadline after each stop, until others went on.
+        """Seconds from each kill, or from the deadline after each stop, until others continued.
 
-        Without kills that nobody missed, as those of a rank that was not taken in yet.
+        Excludes kills that no rank noticed, such as the kill of a rank that had not joined yet.
         """
         waits_s = until_they_went_on(self.kills, self.passages)
         return [wait_s - self.deadline_s for wait_s in waits_s if self.deadline_s or wait_s < math.inf]
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Growth:
-    """What the processes between two runs hold."""
+    """The memory of the processes between two runs."""
 
     memory_bytes: int
     descriptors: int
@@ -116,11 +116,11 @@ def worst_loss_difference(rows: Sequence[Row], reference: Sequence[Row]) -> floa
 
 
 def steps_lost(rows: Iterable[Row], seen: Sequence[Passage], kills: Sequence[Kill] = (), ranks: int = 0) -> int:
-    """Steps that were committed, and that a later generation has not begun after, or has committed again.
+    """Committed steps that a later generation did not start from, or committed again.
 
     `rows` are all that were ever written, of a step perhaps several; `ranks` is how many the run began with. A step is
     committed if a survivor has seen that it was. The row of a step whose writer was killed before the next generation
-    may be of a commit that nobody else saw: that one step is made again by who is left, from the same state.
+    may be of a commit that no other rank saw: the survivors repeat that one step, from the same state.
     """
     by_step: dict[int, set[int]] = defaultdict(set)
     for row in rows:
@@ -132,7 +132,7 @@ def steps_lost(rows: Iterable[Row], seen: Sequence[Passage], kills: Sequence[Kil
 
 
 def _seen_by_the_dead_alone(seen: Sequence[Passage], kills: Sequence[Kill], ranks: int) -> set[int]:
-    """The steps after those with which a generation ended whose writer, its lowest slot, had been killed in it."""
+    """The step after each generation's last, if its writer, its lowest slot, was killed in it."""
     found, begun_s, slots = set(), -math.inf, frozenset(range(ranks))
     for passage in seen:
         if any(kill.slot == min(slots, default=None) and begun_s < kill.time_s <= passage.at_s for kill in kills):
@@ -142,7 +142,7 @@ def _seen_by_the_dead_alone(seen: Sequence[Passage], kills: Sequence[Kill], rank
 
 
 def detections(kills: Sequence[Kill], seen: Sequence[Passage]) -> list[float]:
-    """The seconds until the survivors knew of a kill, for each that was the only one before they went on."""
+    """The seconds until the survivors knew of a kill, for each kill that was the only one before they continued."""
     by_passage: dict[Passage, list[Kill]] = defaultdict(list)
     for kill in kills:
         if (passage := _next_after(kill.time_s, seen)) is not None:
@@ -155,7 +155,7 @@ def detections(kills: Sequence[Kill], seen: Sequence[Passage]) -> list[float]:
 
 
 def until_they_went_on(kills: Sequence[Kill], seen: Sequence[Passage]) -> list[float]:
-    """For each of these the seconds until others went on without it; infinite where they never did."""
+    """For each of these the seconds until others continued without it; infinite where they never did."""
     passages_after = [_next_after(kill.time_s, seen) for kill in kills]
     return [math.inf if after is None else after.at_s - kill.time_s for kill, after in zip(kills, passages_after)]
 
@@ -203,7 +203,7 @@ def none_of(what: str, count: int) -> Line:
 
 
 def table_of(runs: Sequence[Run]) -> list[Line]:
-    """The lines for what was run."""
+    """The lines for the sections that ran."""
     of = {name: [run for run in runs if run.section == name] for name in ("kills", "phases", "kinds", "detection")}
     lines = _of_kills(of["kills"]) if of["kills"] else []
     for name, what in (("phases", "schedules with kills in every phase"), ("kinds", "schedules of other faults")):
@@ -253,7 +253,7 @@ def _of_detection(runs: Sequence[Run]) -> list[Line]:
 
 
 def _of_recovery(runs: Sequence[Run]) -> list[Line]:
-    """From the moment on at which the survivors know; without those that wait for a silent rank to answer."""
+    """From the moment on at which the survivors know; excluding recoveries that wait for a silent rank to answer."""
     seen = [passage for run in runs if not run.deadline_s for passage in run.passages]
     lost, joined = (
         [passage.seconds for passage in seen if passage.is_join is is_join and passage.seconds is not None]
@@ -267,7 +267,7 @@ def _of_recovery(runs: Sequence[Run]) -> list[Line]:
 
 
 def grown(samples: Sequence[Growth]) -> list[Line]:
-    """What the processes held after the first of some runs and after the last one."""
+    """The memory of the processes after the first of some runs and after the last one."""
     first, last, over = samples[0], samples[-1], f"over {len(samples) - 1} runs"
     held = {"file descriptors": "descriptors", "threads": "threads", "files in /dev/shm": "shared_files"}
     lines = []

@@ -44,7 +44,7 @@ def has_rows(save_dir: Path) -> bool:
 def test_a_run_directory_that_is_deleted_under_the_run_is_made_anew(chaos: Chaos, calm: Outcome) -> None:
     deleter = Deleter(0, 2, double=0.0)
     found = chaos.run(deleter, ranks=3, steps=STEPS, save_interval_updates=50)
-    # of the killed ones: nobody takes it for the state of a directory that is another one now
+    # of the killed ones: no start uses it, since the directory is a different one now
     sweep("another run", now_s=time.time() + 2 * ABANDONED_S)
     assert found.code == 0, found.said
     assert deleter.kills == 2

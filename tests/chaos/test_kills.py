@@ -1,6 +1,6 @@
-"""Ranks that are killed, stopped and crashed while they train together: the result is that of a calm run.
+"""Ranks that are killed, stopped and crashed while they train together: the result equals an undisturbed run's.
 
-What a run is, and what is compared, is in `runs`; `python -m tests.chaos` does more of it and prints the figures.
+`runs` defines a run and the comparison; `python -m tests.chaos` does more runs and prints the figures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cases(schedules: Mapping[str, Faults], shows: Mapping[str, Sequence[str]], o
 
 
 ONE = Faults()
-#: every phase of a step, and the phases of a recovery, each with somebody killed in it; the fifth rank outlives them
+#: every phase of a step, and the phases of a recovery, each with a rank killed in it; the fifth rank outlives them
 PHASES = {
     "before the commit is seen": ONE.kill(rank=0).at(step=5, phase="count")
     .kill(rank=1).at(step=10, phase="forward_backward")
@@ -120,7 +120,7 @@ def test_whatever_happens_to_a_process_changes_nothing(
 
 
 def check(chaos: Chaos, calm: Outcome, faults: Faults, folder: Path, **options: Any) -> None:
-    """All of these faults have happened, and nothing shows of it."""
+    """All of these faults have happened, without a trace in the result."""
     diary = folder / "diary"
     found = chaos.run(faults=faults.diary(diary).text(), **options)
     happened = [json.loads(line) for line in diary.read_text().splitlines()] if diary.exists() else []

@@ -1,4 +1,4 @@
-"""A rank that is asked to go in the middle of a save: it leaves, the save is whole, and the curve is that of all."""
+"""A rank that is asked to leave in the middle of a save: the save is complete, and the curve is unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.nightly import nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-STEPS, SAVED, ASKED = 60, 30, 28  # the one save before the end, and the step in which somebody is asked to go
+STEPS, SAVED, ASKED = 60, 30, 28  # the one save before the end, and the step in which a rank is asked to leave
 #: a quarter of a second a step: the 5 s in which a launcher waits for other wishes end between the two saves
 SLOW: dict[str, Any] = {
     "steps": STEPS, "ranks": 3, "balance": "equal", "throttle": "0:250",
@@ -38,7 +38,7 @@ def test_a_rank_that_leaves_while_a_part_is_written_spoils_no_save(
     (left,) = [event for event in found.events if event["event"] == "generation"]
     assert left["ranks"] == [slot for slot in range(3) if slot != leaver]
     assert SAVED < left["step"] < STEPS, "it left while the part was written"
-    # that save is made anew, by those who are left, of the step that they have then
+    # the remaining ranks repeat that save, with their current step
     saves = [event["step"] for event in found.events if event["event"] == "save"]
     assert saves == [left["step"] + 1, STEPS]
     run = chaos.newest / "checkpoints"

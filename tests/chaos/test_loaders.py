@@ -1,4 +1,4 @@
-"""Processes that load data are killed while ranks train: others take their places, and nothing shows in the result."""
+"""Loader processes are killed while ranks train: others replace them, and the result is unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 class LoaderKiller(Killer):
-    """Kills processes that load data, now and then two of one or of two ranks."""
+    """Kills loader processes, sometimes two of one rank or of two."""
 
     def _kill(self, living: Mapping[int, int]) -> None:
         loaders = sorted(pid for member in living.values() for pid in living_under(member) if is_forked(pid, member))

@@ -1,7 +1,7 @@
-"""Two hosts that train together, and a network between them that loses everything for a while without a word.
+"""Two hosts that train together, and a network between them that silently drops everything for a while.
 
-Only one side may go on. Each host keeps a run directory that the other one cannot see, so the rows of both tell which
-ranks have committed each step, and in which generation: a step that two sides have made has two such marks.
+Only one side may continue. Each host keeps a run directory that the other one cannot see, so the rows of both show
+which ranks have committed each step, and in which generation: a step that two sides have made has two such marks.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def begin(lab: Lab, nodes: Nodes, place: str, **options: Any) -> tuple[Node, Nod
 
 
 def marks(rows: Iterable[dict[str, Any]]) -> Marks:
-    """Who has committed each step: generation and slots, one pair if it was one side."""
+    """The committers of each step: generation and slots, one pair if it was one side."""
     found: Marks = defaultdict(set)
     for row in rows:
         found[row["step"]].add((row["generation"], tuple(row.get("slots", range(row["world_size"])))))
@@ -166,7 +166,7 @@ def alone(lab: Lab, at: int) -> set[int]:
 
 
 def finish(lab: Lab, nodes: Nodes, calm: Outcome, *, at: int = 0) -> None:
-    """Let them train to the end, quickly: it is that of a calm run, and each step was made once."""
+    """Let them train to the end, quickly: the result equals an undisturbed run's, and each step was made once."""
     lab.pace(QUICK_S)
     ends = nodes.finish(timeout_s=120)
     assert [ended.code for ended in ends] == [EXIT_DONE] * len(ends), nodes.story()
@@ -178,10 +178,10 @@ def finish(lab: Lab, nodes: Nodes, calm: Outcome, *, at: int = 0) -> None:
 
 @pytest.mark.fault("FT-5")
 def test_a_cut_that_only_the_ranks_notice(lab: Lab, nodes: Nodes, calm: Outcome) -> None:
-    """The connection between the launchers outlives it: the side that was cut off hears that it is out."""
+    """The connection between the launchers outlives it: the isolated side hears that it is out."""
     head, other = begin(lab, nodes, f"file://{nodes.folder / 'meeting'}")
     lab.hosts[1].cut()
-    nodes.wait_until(lambda: len(alone(lab, 0)) >= 5, "the head's side goes on", within_s=20)
+    nodes.wait_until(lambda: len(alone(lab, 0)) >= 5, "the head's side continues", within_s=20)
     lab.hosts[1].heal()
     nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks continue", within_s=60)
     assert "joining the run again" not in other.err, nodes.story()
@@ -191,11 +191,11 @@ def test_a_cut_that_only_the_ranks_notice(lab: Lab, nodes: Nodes, calm: Outcome)
 @pytest.mark.fault("FT-5")
 @pytest.mark.parametrize("mute", [0, *nightly(1)], ids=["the head", "the other"])
 def test_a_cut_in_one_direction(lab: Lab, nodes: Nodes, calm: Outcome, mute: int) -> None:
-    """One of the two is heard and does not hear: the others go on a few seconds after the deadline."""
+    """One of the two can send but not receive: the others continue a few seconds after the deadline."""
     head, _ = begin(lab, nodes, f"file://{nodes.folder / 'meeting'}")
     lab.hosts[mute].mute(lab.hosts[1 - mute])
     # long before TCP itself gives up, which is 20 s after the deadline
-    nodes.wait_until(lambda: bool(alone(lab, 0)), "the head's side goes on", within_s=15)
+    nodes.wait_until(lambda: bool(alone(lab, 0)), "the head's side continues", within_s=15)
     lab.hosts[mute].heal()
     nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks continue", within_s=60)
     finish(lab, nodes, calm)
@@ -207,7 +207,7 @@ def test_a_cut_that_the_launchers_notice_too(lab: Lab, nodes: Nodes, calm: Outco
     head, other = begin(lab, nodes, f"file://{nodes.folder / 'meeting'}")
     lab.hosts[1].cut()
     nodes.wait_until_said(other, "labB cannot reach the head labA", within_s=60)
-    assert len(alone(lab, 0)) >= 5, "the head's side goes on"
+    assert len(alone(lab, 0)) >= 5, "the head's side continues"
     lab.hosts[1].heal()
     nodes.wait_until_said(other, "joining the run again at its new head", within_s=30)
     nodes.wait_until_said(head, "is back: 2 ranks continue", within_s=60)
@@ -235,7 +235,7 @@ def test_over_tcp_the_side_without_the_head_saves_and_stops(lab: Lab, nodes: Nod
     (ended,) = nodes.finish(other, timeout_s=60)
     assert ended.code == EXIT_STOPPED, nodes.story()
     assert not alone(lab, 1), "it commits nothing more"
-    assert len(alone(lab, 0)) >= 5, "the head's side goes on"
+    assert len(alone(lab, 0)) >= 5, "the head's side continues"
     lab.hosts[1].heal()
     nodes.forget(other)
     lab.start(nodes, 1, other.args[other.args.index("--distributed-init-method") + 1])
@@ -258,7 +258,7 @@ def test_a_head_that_loses_the_directory_too_is_replaced_and_commits_nothing(
     try:
         (ended,) = nodes.finish(head, timeout_s=60)
         assert ended.code == EXIT_STOPPED, nodes.story()
-        nodes.wait_until(lambda: len(alone(lab, 1)) >= 5, "the other side goes on", within_s=90)
+        nodes.wait_until(lambda: len(alone(lab, 1)) >= 5, "the other side continues", within_s=90)
         assert not alone(lab, 0)
     finally:
         lab.hosts[0].run("umount", str(shared))
@@ -278,7 +278,7 @@ def test_a_link_that_comes_and_goes(lab: Lab, nodes: Nodes, calm: Outcome) -> No
     def cut_until_the_others_go_on() -> None:
         before = len(alone(lab, 0))
         lab.hosts[1].cut()
-        nodes.wait_until(lambda: len(alone(lab, 0)) >= before + 3, "the head's side goes on", within_s=30)
+        nodes.wait_until(lambda: len(alone(lab, 0)) >= before + 3, "the head's side continues", within_s=30)
         lab.hosts[1].heal()
 
     def times_back() -> int:

@@ -1,8 +1,8 @@
 """Two hosts that share nothing but a directory with caches of 3 s and local locks: runs start there, survive, and end.
 
-They meet in it, and the run directory is in it, each host behind a mount of its own (`tests/support/lab.py`). What the
-runs are, and what is compared, is in `runs`. The bar is 20 of 20 runs: `pytest tests/chaos/test_shared_directory.py
---shared-runs 20`; without that word it is one.
+They meet in it, and the run directory is in it, each host behind its own mount (`tests/support/lab.py`). `runs` defines
+the runs and the comparison. The bar is 20 of 20 runs: `pytest tests/chaos/test_shared_directory.py
+--shared-runs 20`; without that option it is one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPREAD = (2, 1)  # workers of the two hosts
 STEPS = 300
 SAVING = ["--no-epoch-checkpoints", "--save-interval-updates", "100"]
 PHASES = ("count", "forward_backward", "reduce", "commit", "clip", "optimizer", "boundary")
-_WRITERS_S = 60.0  # promised: so long a writer of a killed rank may go on
+_WRITERS_S = 60.0  # promised: seconds for which a killed rank's writer may continue
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -106,7 +106,7 @@ def outcome(nodes: Nodes, run: Path) -> Outcome:
 
 
 def left_in(lab: Lab, name: str) -> list[str]:
-    """What is left where a run's nodes have met."""
+    """The leftovers where a run's nodes have met."""
     return sorted(map(str, lab.backing.glob(f"{name}-meeting*")))
 
 

@@ -1,8 +1,8 @@
 """Processes that even SIGKILL does not end, because they wait in the kernel for a mount that never answers (FT-22).
 
 A task of the test opens a file of such a mount (`tests/support/cached_mount.py`), once in a run, so that one rank hangs
-there in the middle of a step. The others fence it and go on, and nobody waits for its process, which stays until the
-mount is let go.
+there in the middle of a step. The others fence it and continue without waiting for its process, which stays until the
+mount is released.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Hung(Ledger):
             try:
                 os.close(os.open({marker!r}, os.O_CREAT | os.O_EXCL))
             except FileExistsError:
-                pass  # it was somebody else's turn
+                pass  # another rank hangs
             else:
                 open({file!r}).close()
         return super().loss(model, sample)
@@ -63,7 +63,7 @@ def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the mount, the task and the runs of a test are; the memory of its runs is given back."""
+    """The folders of a test's mount, task and runs; frees the memory of its runs."""
     for name in ("backing", "mount"):
         (tmp_path / name).mkdir(mode=0o700)
     (tmp_path / "backing" / "never").touch()
@@ -118,7 +118,7 @@ def held_in(said: str) -> tuple[int, int]:
 
 
 def check_held(pid: int, mount: CachedMount) -> None:
-    """That process, killed long ago, is still there, and goes when the mount is let go."""
+    """That process, killed long ago, is still there, and ends when the mount is released."""
     assert state_of(pid) == "D"
     mount.let_go()
     until(lambda: state_of(pid) in ("", "Z", "X"), "the end of the one that hung", within_s=10)
@@ -214,7 +214,7 @@ def test_writers_that_hang_at_the_end_of_a_run_do_not_hold_it(nodes: Nodes, moun
 
 
 def check_writers(left: frozenset[int], mount: CachedMount) -> None:
-    """These hang in the kernel, all or the first of them, and go when the mount is let go."""
+    """These hang in the kernel, all or the first of them, and end when the mount is released."""
     assert "D" in map(state_of, left)
     mount.let_go()
     until(lambda: all(state_of(pid) in ("", "Z", "X") for pid in left), "the end of the writers", within_s=10)

@@ -49,7 +49,7 @@ class Checkout:
         for name in ("hetseq", "tasks", "preprocessing", "bench"):
             shutil.copytree(ROOT / name, folder / name, symlinks=True)  # with compiled modules and their times
         (folder / "docs").mkdir()
-        for page in ("running.md", "failures.md", "gpt.md", "bert.md"):
+        for page in ("guides/running.md", "guides/fault-tolerance.md", "start/gpt.md", "start/bert.md"):
             shutil.copy(ROOT / "docs" / page, folder / "docs")
 
     def change(self, path: str, old: str, new: str) -> None:
@@ -170,7 +170,8 @@ def test_a_section_that_crashes_hangs_or_leaves_processes_behind_fails_and_the_n
     checkout: Checkout, code: str, cause: str
 ) -> None:
     checkout.change(FACTS, START, START + code)
-    checkout.change("bench/gpu_check.py", 'Section("facts", 20', 'Section("facts", 4')
+    if "a nap" in code:  # the others end by themselves, and have the time that a busy machine needs
+        checkout.change("bench/gpu_check.py", 'Section("facts", 20', 'Section("facts", 4')
     ended = checkout.run("--only", "facts", "nccl")
     assert (ended.code, ended.sections["facts"]["result"]) == (1, "failed")
     assert ended.sections["facts"]["cause"].startswith(cause)

@@ -125,13 +125,6 @@ def small_disk(ground: Path) -> Iterator[Values]:
         forget_memory(ground / "disk")
 
 
-@contextmanager
-def starting(ground: Path) -> Iterator[Values]:
-    """A run whose launcher has begun, and whose workers have not."""
-    with RunDirectory(ground / "started").lock():
-        yield {}
-
-
 def forget_memory(folder: Path) -> None:
     """Remove what stopped and failed runs keep in shared memory for their next start."""
     for config in folder.rglob("config.yaml"):
@@ -235,7 +228,8 @@ MISTAKES = [
     Mistake(37, "checkpoints", "option-refused", "the action is missing", "expected list, show", "as in: hetseq"),
     Mistake(38, "checkpoints show trained --step 99", "checkpoint-refused", "no usable checkpoint of step 99",
             "the newest steps are 4", "hetseq checkpoints list"),
-    Mistake(39, "top started --once", "run-not-training", "started", "has not started", "wait", around=starting),
+    Mistake(39, "top prepared --once", "run-not-training", "prepared has not started", "expected a run that has",
+            "hetseq train --save-dir prepared"),
     Mistake(40, "script slurm --nodes 2 -- --task mnist", "option-refused", "--nodes 2", "needs --global-batch-size N",
             "after --"),
     Mistake(41, "ssh --hosts nosuchhost:2 --ssh {ssh} -- --task mnist --global-batch-size 8", "",
@@ -277,8 +271,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory, warm: WarmLauncher) -> Path
     trained = warm.run(shlex.split(f"{RUN} --task good.py:Mine --save-dir trained"), cwd=ground)
     assert trained.code == 0, trained.err
     shutil.copytree(ground / "trained", ground / "resumed")
-    shutil.copytree(ground / "trained", ground / "started")
-    shutil.rmtree(ground / "started" / "status")
+    shutil.copytree(ground / "trained", ground / "prepared")
+    shutil.rmtree(ground / "prepared" / "status")
     return ground
 
 

@@ -71,6 +71,9 @@ from pathlib import Path
 
 (Path(__file__).parent / "reached").touch()
 time.sleep(60)
+
+class Slow:
+    pass
 """
 # a rank that loads is told of after 10 s
 IMPATIENT = """

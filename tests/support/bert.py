@@ -1,7 +1,7 @@
-"""The BERT task on rows made for traps, and the loop that judges it.
+"""The BERT task on rows with traps, and the reference loop.
 
-Whole stretches of rows have no masked word, so that a rank, a micro-batch or a whole step has none. The judge takes the
-global batch in one piece and computes the vocabulary's logits at every position, as the formula in the paper has it.
+Whole stretches of rows have no masked word, so that a rank, a micro-batch or a whole step has none. The reference takes
+the global batch in one piece and computes the vocabulary's logits at every position, like the formula in the paper.
 """
 
 from __future__ import annotations

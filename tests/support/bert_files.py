@@ -1,4 +1,4 @@
-"""Small HDF5 files of BERT data, right or with one thing wrong: made-up sentences in the layout of 2020."""
+"""Small HDF5 files of BERT data, valid or with one fault: synthetic sentences in the 2020 layout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_hdf5(
     storage: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Arrays:
-    """Write such a file and return what is in it.
+    """Write such a file and return its content.
 
     `overrides` by the name of a data set: an array to write in its place, a type for it, or None to leave it out.
     `storage` is passed to `create_dataset`, such as {"compression": "gzip"}.

@@ -1,4 +1,4 @@
-"""Small folders of BERT's records, right or with one thing wrong."""
+"""Small folders of BERT records, valid or with one fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetseq.preprocessing.records import Ragged, Rows, columns_in_json, write_sp
 from hetseq.tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, columns_of
 from hetseq.tasks.rows.record_index import FORMAT, INDEX, vocab_digest
 
-#: words that begin with ## go on; 40 ordinary tokens
+#: words that begin with ## continue a word; 40 ordinary tokens
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(30)), *(f"##{n}" for n in range(10))]
 LENGTH = 22
 

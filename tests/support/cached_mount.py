@@ -1,13 +1,13 @@
-"""A folder as a network file system shows it: names, attributes and content may be seconds old, locks are one's own.
+"""A folder as a network file system shows it: names, attributes and content may be seconds old, locks are local.
 
-`cached_mount(backing, point)` mounts the folder `backing` at `point` in a mount namespace of its own, by a small FUSE
+`cached_mount(backing, point)` mounts the folder `backing` at `point` in a separate mount namespace, by a small FUSE
 server that passes everything on (`fuse_server`); two of them over one backing folder are two hosts with one directory.
-What the kernel has learned of a name (also that it is missing), of attributes, of a listing or of content it believes
-for `cache_s`; an NFS client believes as long, but for content, for which it asks when a file is opened. Locks stay
-within a mount, as with `local_lock` or `nolock`. A test is skipped where there is no /dev/fuse or no right to mount.
+The kernel caches names (also missing ones), attributes, listings and content for `cache_s`; an NFS client does the
+same, but checks content when a file is opened. Locks stay within a mount, as with `local_lock` or `nolock`. A test is
+skipped where there is no /dev/fuse or no right to mount.
 
 A request that the server reads and never answers (`unanswered`) holds its caller in the kernel, even against SIGKILL,
-until `let_go` ends the server; that is what a hung network mount does.
+until `let_go` ends the server; a hung network mount does the same.
 
 Written against /dev/fuse because the libfuse that comes in a wheel keeps one inode per path, and answers everything.
 """
@@ -51,7 +51,7 @@ class CachedMount:
         return subprocess.Popen([*self.enter, *map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def let_go(self) -> None:
-        """End the server: whoever waits for it, killed or not, gets an error; may be called twice."""
+        """End the server: every waiting process, killed or not, gets an error; may be called twice."""
         self.server.kill()
         self.server.wait()
 

@@ -28,7 +28,7 @@ SMALL = 1000  # bytes of an image
 
 @contextmanager
 def held(run_id: str, image_bytes: int = SMALL) -> Iterator[Arena]:
-    """An arena that somebody uses, and whose file stays."""
+    """An arena in use, whose file stays."""
     arena = Arena.create(run_id, image_bytes)
     try:
         yield arena
@@ -80,7 +80,7 @@ def together(world_size: int, fn: Callable[[Any], Any]) -> list[Any]:
 
 
 def manager(run: Path, group: Any = None, **settings: Any) -> CheckpointManager:
-    """A manager that waits for nothing and has a clock that stands still."""
+    """A manager that does not wait and has a fixed clock."""
     rare = {"patience_s": 0.0, "underway_s": 0.0, "clock": lambda: 1.7e9}
     rare |= {field.name: settings.pop(field.name) for field in fields(CheckpointOptions) if field.name in settings}
     settings = {"run_id": "a-run", "retention": Retention(), **settings, "options": CheckpointOptions(**rare)}
@@ -161,7 +161,7 @@ def keep(own: CheckpointManager, step: int, *, elements: int = 1000, generation:
 
 
 def seal(own: CheckpointManager) -> None:
-    """Wait until what was copied last is sealed."""
+    """Wait until the last copy is sealed."""
     assert own._background is not None
     for snapshot in own._background._snapshots:
         snapshot.finish()
@@ -187,7 +187,7 @@ def started(run: Path, group: Any = None, **settings: Any) -> CheckpointManager:
 
 
 class NoWriter:
-    """In place of the process that writes, where nothing is written."""
+    """A substitute for the writer process where nothing is written."""
 
     is_busy, share = False, 0.0
 

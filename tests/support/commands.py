@@ -1,11 +1,11 @@
-"""Real command lines as a test sees them: started in a session of their own, with a time limit, and never left behind.
+"""Real command lines as tests run them: each in its own session, with a time limit, and never left behind.
 
 `run_command(["--task", "mnist", ...])` is `python train.py --task mnist ...` from start to end; `program=HETSEQ` makes
-it `hetseq ...`. `start_command(...)` gives the running command, to be watched, signalled and waited for; when its
-block is left it is killed by its process id, with what it started (workers end with their launcher).
+it `hetseq ...`. `start_command(...)` returns the running command, to be watched, signalled and waited for; at the end
+of its block it is killed by its process id, with its children (workers end with their launcher).
 
-A command takes seconds to import what it needs. `is_cold=False` begins it after its imports, as a fork of a process
-that has done them (tests/support/forked.py); all that it does and starts is as real as ever. `WarmLauncher` is one
+A command takes seconds to import its modules. `is_cold=False` begins it after its imports, as a fork of a process
+that has done them (tests/support/forked.py); everything else about it is real. `WarmLauncher` is one
 launcher process that runs one command line after another, each with fresh workers.
 """
 
@@ -77,7 +77,7 @@ class Command(subprocess.Popen[bytes]):
         assert found >= step, f"ended with {self.returncode} after {found} rows, before step {step}: {self.said()}"
 
     def finish(self, *, timeout_s: float = 60.0) -> Finished:
-        """Wait for the end; an AssertionError with what it said if that takes longer than `timeout_s`."""
+        """Wait for the end; an AssertionError with its output if that takes longer than `timeout_s`."""
         try:
             code = self.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -87,7 +87,7 @@ class Command(subprocess.Popen[bytes]):
         return Finished(code, _text(self._out), "" if self._err is self._out else _text(self._err), seconds)
 
     def said(self) -> str:
-        """What it has written so far, for a failing test."""
+        """Its output so far, for a failing test."""
         return f"{self.args}\n--- stdout\n{_text(self._out)}\n--- stderr\n{_text(self._err)}"
 
     def end(self) -> None:
@@ -96,7 +96,7 @@ class Command(subprocess.Popen[bytes]):
             self.kill()
             self.wait()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # its own session: nobody else is in this group
+            os.killpg(self.pid, signal.SIGKILL)  # its own session: no other process is in this group
 
     def close(self) -> None:
         """End it and give its output back."""

@@ -1,4 +1,4 @@
-"""Texts that nobody wrote, a vocabulary for them, and what lies in the folder of a corpus."""
+"""Synthetic texts, a vocabulary for them, and the files of a corpus folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def story(sentences: int, *, name: str = "z") -> str:
 
 
 def marks(name: str, first: int, last: int) -> set[str]:
-    """The words that sentences `first` to `last` of a story have and no other."""
+    """The words that are only in sentences `first` to `last` of a story."""
     return {f"{name}{number:04}".translate(DIGITS) for number in range(first, last)}
 
 
@@ -41,7 +41,7 @@ def write_vocab(path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The sum of every file but those of unfinished pieces."""
+    """The checksum of every file except unfinished pieces."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")

@@ -1,7 +1,7 @@
-"""CPU seconds per file of tests and of the slowest tests: `pytest -p tests.support.cpu_seconds ...`.
+"""CPU seconds per test file and of the slowest tests: `pytest -p tests.support.cpu_seconds ...`.
 
-The CPU time of a test is what pytest and all its descendants use while the test runs, warm servers included. The wall
-time says little on a machine that others use. With HETSEQ_CPU_TABLE=FILE every test is also a line of FILE, as JSON.
+The CPU time of a test is the use of pytest and all its descendants while the test runs, warm servers included. Wall
+time means little on a shared machine. With HETSEQ_CPU_TABLE=FILE every test is also a line of FILE, as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _used: dict[str, float] = {}
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and its descendants, those that have ended and were waited for included."""
+    """CPU seconds of this process and its descendants, including children that ended and were waited for."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for name in os.listdir("/proc"):

@@ -1,7 +1,7 @@
-"""A process that dies between two calls of the operating system, told to stop at the n-th one, inside this process.
+"""A simulated crash between two system calls: stop at the n-th one, inside this process.
 
-`Crash(at=n)` as a context: the n-th call that changes or reads the file system raises `Killed`, and so does every one
-after it, as for a process that is no more: no `finally` of it can tidy up. `calls` says how many there were.
+`Crash(at=n)` as a context: the n-th call that changes or reads the file system raises `Killed`, and so does every later
+call, as if the process had ended: no `finally` block can tidy up. `calls` is the number of calls.
 """
 
 from __future__ import annotations

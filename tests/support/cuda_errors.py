@@ -1,6 +1,6 @@
-"""What torch says when something goes wrong on a GPU: its real texts, with their real tails, for tests without a GPU.
+"""torch's error texts for GPU failures, with their real tails, for tests without a GPU.
 
-The tails matter: torch adds words of its own to every error of CUDA, among them "device-side assertions".
+The tails matter: torch adds its own words to every CUDA error, among them "device-side assertions".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A task whose material differs where `--data DIR/what.json` says so, while its source and all options are equal.
+"""A task whose material differs as `--data DIR/what.json` says, while its source and all options are equal.
 
-For tests in which two nodes disagree on what no option tells: the `dtype` of the samples or of a `buffer` (that of the
-parameters follows from --precision), the order of two equally shaped parameters (`names`), the number of samples
-(`rows`), their order (`is_reversed`), one byte of the first one (`changed`, counted from its beginning), a `factor` in
-forward.
+For tests in which two nodes disagree without an option that shows it: the `dtype` of the samples or of a `buffer` (the
+dtype of the parameters follows from --precision), the order of two equally shaped parameters (`names`), the number of
+samples (`rows`), their order (`is_reversed`), one byte of the first one (`changed`, counted from its beginning), a
+`factor` in forward.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Two(nn.Module):
 
 
 class Differing(Task):
-    """Fits zeros; nobody looks at the result."""
+    """Fits zeros; the result does not matter."""
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)

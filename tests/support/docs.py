@@ -1,13 +1,15 @@
-"""README and manual as tests see them: pages, their fenced blocks, and the commands in those.
+"""README and manual for tests: pages, their fenced blocks, and the commands in those.
 
-A shell block (```console or ```bash) is run by a test unless it has a title, which says to the reader where or when it
-is meant: on another machine, in another terminal. In a `console` block lines with `$ ` are commands and the rest is
-what they print; in a `bash` block every line is a command. A command that ends in `&` goes on beside the next ones, as
-the nodes of a run do, until `wait`.
+A test runs each shell block (```console or ```bash) unless it has a title, which tells the reader where or when it
+applies: on another machine, in another terminal. In a `console` block lines with `$ ` are commands and the rest is
+their output; in a `bash` block every line is a command. A command that ends in `&` keeps running beside the next ones,
+like the nodes of a run, until `wait`. A block whose title is a file of
+`docs/examples/` shows that file; `python -m tests.manual --write` puts it there.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -18,16 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("console", "bash", "sh", "shell")
 #: what a test knows how to run
 PROGRAMS = ("hetseq", "python", "wait")
-#: stands in commands for the folder of real data
+#: placeholder in commands for the folder of real data
 DATA = "DIR"
-#: stands in commands for the folder in which a reader types them
+#: placeholder in commands for the reader's current folder
 HERE = "$PWD"
 #: where the nodes of this machine meet in commands; a test takes a port that is free
 MEETING = "127.0.0.1:29400"
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}) *(?P<language>\w*)(?P<info>.*?)$")
-# Blocks of Python have the form with three lines: `--8<-- "file"` is an expression of Python, which ruff would format.
-_SNIPPET = re.compile(r'^--8<--(?: "|\n)(?P<path>[^"\n:]+)(?::(?P<section>[\w-]+))?(?:"|\n--8<--)$', re.M)
+_SHOWN = re.compile(r'title="(?P<path>docs/examples/[^":]+)(?:: (?P<name>\w+))?"')
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Block:
         return re.search(r'title="[^"]+"', self.info) is not None
 
     def commands(self) -> list[str]:
-        """The commands of a shell block, without comments; a line that ends in a backslash goes on in the next."""
+        """The commands of a shell block, without comments; a line that ends in a backslash continues in the next."""
         found, goes_on = [], False
         for line in self.lines:
             if goes_on:
@@ -62,12 +63,12 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md, everything that the manual shows, and the page of the examples."""
+    """README.md, every page of the manual, and the page of the examples."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks of a page in order; those in a list stand further in, and are given without that."""
+    """The fenced blocks of a page in order; blocks in a list are returned without their indentation."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -96,7 +97,7 @@ def neither_run_nor_excused(text: str) -> list[str]:
             found += [] if commands else [f"line {block.line}: a block without a command"]
             kinds = ["wait" if command == "wait" else goes_on_beside(command) for command in commands]
             if True in kinds and "wait" not in kinds[kinds.index(True) :]:
-                found.append(f"line {block.line}: a command goes on beside the others, and nothing waits for it")
+                found.append(f"line {block.line}: a command keeps running beside the others, and nothing waits for it")
     return found
 
 
@@ -113,23 +114,22 @@ def program_of(command: str) -> str:
     return "" if any(set(word) <= set("|&;<>") for word in words) else shlex.split(command)[0]
 
 
-def snippets(text: str) -> set[str]:
-    """The files whose text a page includes, from the root of the repository."""
-    return {match["path"] for match in _SNIPPET.finditer(text)}
+def file_of(block: Block) -> str | None:
+    """The file that a block shows, by its title, `docs/examples/FILE` or `docs/examples/FILE: NAME`."""
+    titled = _SHOWN.search(block.info)
+    return titled["path"] if titled else None
 
 
-def expanded(block: Block) -> str:
-    """The text of a block with its snippets in place."""
-    return _SNIPPET.sub(_content, "\n".join(block.lines))
-
-
-def _content(match: re.Match[str]) -> str:
-    lines = (ROOT / match["path"]).read_text(encoding="utf-8").splitlines()
-    if match["section"]:
-        begin = next(i for i, text in enumerate(lines) if f"[start:{match['section']}]" in text)
-        end = next(i for i, text in enumerate(lines) if f"[end:{match['section']}]" in text)
-        lines = lines[begin + 1 : end]
-    return "\n".join(lines)
+def content_of(block: Block) -> list[str]:
+    """The lines of the file that a block shows: all, or those of the class or function that its title names."""
+    titled = _SHOWN.search(block.info)
+    assert titled is not None, block
+    text = (ROOT / titled["path"]).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if not titled["name"]:
+        return lines
+    (node,) = (one for one in ast.parse(text).body if getattr(one, "name", None) == titled["name"])
+    return lines[node.lineno - 1 : node.end_lineno]
 
 
 def anchors(text: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints for tests of readers that are not ours: odd tensors in unequal parts, and how two states differ."""
+"""Checkpoints for tests of other readers: odd tensors in unequal parts, and the differences of two states."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Tensor], weights: Seque
 
 
 def as_empty(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors like those of a state with every bit of every byte set, which none of its tensors has."""
+    """Contiguous tensors shaped like a state's with every bit set, which none of its tensors has."""
     empty = {}
     for name, tensor in state.items():
         fresh = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -51,7 +51,7 @@ class ConstantCount(Honest):
 
 
 class MeanOfItsOwn(Honest):
-    """Neither the count nor the samples are what it is a mean over."""
+    """A mean over neither the count nor the samples."""
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, torch.Tensor]:
         weights = sample["x"][:, 0].abs()
@@ -59,7 +59,7 @@ class MeanOfItsOwn(Honest):
 
 
 class Largest(Honest):
-    """A sample twice is no more than once, as with a mean."""
+    """A sample counts no more twice than once, as with a mean."""
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, torch.Tensor]:
         return {"squares": self.squares(model, sample).max()}
@@ -191,7 +191,7 @@ class MixedUp(Honest):
 
 
 class DrawsElsewhere(Honest):
-    """From NumPy's generator, whose numbers nobody can hold still."""
+    """From NumPy's generator, whose numbers HetSeq cannot fix."""
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, torch.Tensor]:
         return {"squares": (self.squares(model, sample) * torch.tensor(np.random.rand(len(sample["x"])))).sum()}
@@ -249,7 +249,7 @@ class OneLine(Honest):
 
 
 class Sorting(Honest):
-    """Its lines stand in the order of the collater, not of the samples."""
+    """Its lines are in the order of the collater, not of the samples."""
 
     def collater(self, samples: list[Batch]) -> Batch:
         samples = sorted(samples, key=lambda row: float(row["y"]))
@@ -347,7 +347,7 @@ class _Redrawn(Rows):
 
 
 class OfThisProcess(Honest):
-    """The order of its samples is that of a set, and its weights are those of the moment."""
+    """Its samples have the order of a set, and its weights depend on the time."""
 
     def load_dataset(self, split: str) -> torch.utils.data.Dataset[Any]:
         order = [int(name) for name in {str(index) for index in range(SAMPLES)}]
@@ -360,7 +360,7 @@ class OfThisProcess(Honest):
 
 
 class Counting(Honest):
-    """What an index gives depends on what was read before it."""
+    """The sample at an index depends on earlier reads."""
 
     def load_dataset(self, split: str) -> torch.utils.data.Dataset[Any]:
         return _Counting(super().load_dataset(split).columns)  # type: ignore[attr-defined]
@@ -388,7 +388,7 @@ class _SeededNoise(Rows):
 
 
 class Padded(Honest):
-    """Rows of different lengths, padded with zeros to the longest of the micro-batch; a mask says what is there."""
+    """Rows of different lengths, zero-padded to the longest of the micro-batch; a mask marks the real elements."""
 
     def load_dataset(self, split: str) -> torch.utils.data.Dataset[Any]:
         random = torch.Generator().manual_seed(2)
@@ -425,7 +425,7 @@ class CountsPadding(Padded):
 
 
 class DividesByTokens(Padded):
-    """By those of the micro-batch, where all ranks' were meant."""
+    """Divides by the micro-batch's count where all ranks' is right."""
 
     def count(self, sample: Batch) -> dict[str, float]:
         return {"squares": len(sample["x"])}

@@ -1,12 +1,12 @@
-"""Command lines without their imports: forks of one process that has imported what a command of HetSeq imports.
+"""Command lines without their imports: forks of one process that has imported the modules of a HetSeq command.
 
-`start(command...)` gives a process that is `python ARGS` from its first statement on: a session, an environment, a
-working folder and streams of its own, and what `/proc` tells of it is what it would tell of a real one. What it starts
-is real as well, with one exception: the server that multiprocessing forks workers from is also a fork in place of a
-new interpreter. Importing torch and its compiler takes 3 s of computing for each such server, and 1.5 s for a launcher
-of several ranks; a fork takes 0.02 s.
+`start(command...)` returns a process that is `python ARGS` from its first statement on: with its own session,
+environment, working folder and streams, and with the same contents of `/proc` as a real one. Its children are real too,
+with one exception: the server that multiprocessing forks workers from is also a fork, not a new interpreter. Importing
+torch and its compiler takes 3 s of computing for each such server, and 1.5 s for a launcher of several ranks; a fork
+takes 0.02 s.
 
-What such a command cannot show is its own beginning and how the interpreter ends: for that start a cold one. All of
+Such a command cannot show interpreter start and exit: use a cold one for that. All of
 them share one seed of Python's hashes, so compare with a cold one where an order of sets might matter.
 
 The processes are children of the caller (who must adopt orphans, see tests/support/police.py), which waits for them
@@ -69,13 +69,13 @@ def start(args: Sequence[str], *, cwd: str, env: Mapping[str, str], streams: Seq
     control.sendall(request)
     reply = control.recv(4)
     if not reply:
-        raise RuntimeError("the process to be forked has died; what it said is above")
+        raise RuntimeError("the process to be forked has died; its output is above")
     return int(struct.unpack("!I", reply)[0])
 
 
 @functools.lru_cache(maxsize=1)
 def _server() -> socket.socket:
-    """The line to the process that is forked; it ends when this end of the line does, with us at the latest."""
+    """The connection to the process that is forked, which ends when this side closes, at our exit at the latest."""
     adopt_orphans()
     ours, theirs = socket.socketpair()
     with theirs:
@@ -83,7 +83,7 @@ def _server() -> socket.socket:
         subprocess.Popen(
             [sys.executable, "-m", "tests.support.forked", str(theirs.fileno()), "." * _ROOM], cwd=ROOT,
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True,
-        ).returncode = 0  # it ends when we do, so nobody waits for it  # fmt: skip
+        ).returncode = 0  # it ends when we do, so we do not wait for it  # fmt: skip
     atexit.register(ours.close)
     return ours
 
@@ -166,7 +166,7 @@ def _look_like(args: Sequence[str], environment: Mapping[str, str]) -> None:
 
 def _write_where_proc_looks(what: str, words: Sequence[str]) -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    at = {"arguments": 48, "environment": 50}[what] - 3  # proc(5) counts from 1, and two fields stand before
+    at = {"arguments": 48, "environment": 50}[what] - 3  # proc(5) counts from 1, and two fields come before
     begin, end = int(fields[at]), int(fields[at + 1])
     text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
     ctypes.memset(begin, 0, end - begin)
@@ -202,7 +202,7 @@ def _lend_a_server() -> None:
 
 
 def _wait_to_be_server(line: socket.socket) -> None:
-    """The server: idle until it is called, or until nobody can call it any more; never returns."""
+    """The server: idle until it is called or its callers are gone; never returns."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         message, passed, _, _ = socket.recv_fds(line, _LONGEST, 16)

@@ -1,11 +1,11 @@
-"""A FUSE server that shows a folder and has the kernel remember what it has learned of it: see `cached_mount`.
+"""A FUSE server that mirrors a folder and lets the kernel cache it: see `cached_mount`.
 
-`python -m tests.support.fuse_server BACKING POINT CACHE_S UNANSWERED` mounts BACKING at POINT in the mount namespace it
-is started in, says so by one byte on standard output, and serves until the mount is gone. Structures and numbers are
-those of linux/fuse.h, version 7.31.
+`python -m tests.support.fuse_server BACKING POINT CACHE_S UNANSWERED` mounts BACKING at POINT in its own mount
+namespace, reports that by one byte on standard output, and serves until the mount is gone. Structures and numbers are
+from linux/fuse.h, version 7.31.
 
 The one idea: a node is an O_PATH descriptor of the backing file, found by device and inode, so hard links are one file
-here too. Locks are not asked for, so the kernel keeps them within the mount.
+here too. The server does not request locks, so the kernel keeps them within the mount.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Server:
             return
         except OSError as error:
             failure = -(error.errno or errno.EIO)
-        with suppress(FileNotFoundError):  # the caller has been given an error meanwhile
+        with suppress(FileNotFoundError):  # the caller has received an error meanwhile
             os.writev(self._device, [_OUT.pack(_OUT.size + len(said), failure, unique), said])
 
     def _init(self, number: int, body: memoryview) -> bytes:
@@ -299,7 +299,7 @@ def main(backing: str, point: str, cache_s: str, unanswered: str) -> None:
     # thousands of names may be known at a time, each by a descriptor
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    die_with_parent(os.getppid())  # a test run that is killed leaves no mount behind, and nobody who hangs in it
+    die_with_parent(os.getppid())  # a killed test run leaves no mount behind, and no process that hangs in it
     os.umask(0)  # the kernel has subtracted the caller's
     libc = ctypes.CDLL(None, use_errno=True)
     try:

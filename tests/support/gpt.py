@@ -53,7 +53,7 @@ CASES = {"one": [5], "full": [9, 9, 9], "padded": [12, 7, 3, 1], "longest": [16,
 
 
 def make_batch(lengths: list[int], config: GptConfig = GPT2) -> Batch:
-    """Ids by a formula that meets all of a small vocabulary; what stands in the padding is a word like others."""
+    """Ids by a formula that meets all of a small vocabulary; the padding holds an ordinary word."""
     n, longest = len(lengths), max(lengths)
     ids = (torch.arange(n * longest).view(n, longest) * 7 + 3) % config.vocab_size
     is_real = torch.arange(longest) < torch.tensor(lengths)[:, None]

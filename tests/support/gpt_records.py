@@ -1,8 +1,8 @@
-"""Small folders of a causal language model's records, the task on them, and the loop that judges it.
+"""Small folders of a causal language model's records, the task on them, and the reference loop.
 
-Rows are of unequal lengths, and a stretch of them has one token each, of which nothing is predicted: a rank or a
-micro-batch may have samples and nothing to count. The judge takes the global batch in one piece and computes the logits
-of every position.
+Rows are of unequal lengths, and a stretch of them has one token each, with nothing to predict: a rank or a
+micro-batch may have samples and nothing to count. The reference takes the global batch in one piece and computes the
+logits of every position.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def ragged(rows: Rows) -> Ragged:
 
 
 def columns_of(rows: Rows) -> dict[str, torch.Tensor]:
-    """For `loss_of`: tokens (rows, LENGTH) and what follows each of them, -1 where nothing does."""
+    """For `loss_of`: tokens (rows, LENGTH) and the next token of each, -1 where there is none."""
     ids, labels = torch.zeros(len(rows), LENGTH, dtype=torch.int64), torch.full((len(rows), LENGTH), -1)
     for at, row in enumerate(rows):
         ids[at, : len(row)] = torch.tensor(row)
@@ -95,6 +95,6 @@ def columns_of(rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean over what is predicted in the whole batch."""
+    """Mean over the predicted tokens of the whole batch."""
     logits = model(batch["ids"], torch.arange(batch["ids"].numel()))
     return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-1)

@@ -1,8 +1,8 @@
-"""Tasks for tests of what goes wrong in a step: they crash, hang or wait where `--data DIR/plan.json` tells them to.
+"""Tasks with faults during a step: they crash, hang or wait where `--data DIR/plan.json` says so.
 
-A plan says which sample does what when the loss sees it: {"20": "raise"}; the key "load" acts in `load_dataset`. With
-`--curriculum` the samples of a step, and so the rank that sees one, are known. What hangs first leaves a file
-`reached-KEY-PID` in DIR, so that a test need not guess; what waits goes on once there is a file `open`.
+A plan maps samples to actions when the loss sees them: {"20": "raise"}; the key "load" acts in `load_dataset`. With
+`--curriculum` the samples of a step, and so the rank that sees one, are known. A hanging task first leaves a file
+`reached-KEY-PID` in DIR, so that a test need not guess; a waiting one continues once there is a file `open`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Two hosts on this machine: namespaces with a name, a network and a folder each, and a switch between them.
+"""Two hosts on this machine: namespaces, each with a name, a network and a folder, and a switch between them.
 
-`two_hosts(folder)` gives labA (10.77.0.1) and labB (10.77.0.2). What lies under `folder / "local"` each of them has to
-itself; everything else they share, as over a network file system. The switch can stop to pass anything on: nobody is
-told, for all cables stay plugged in. Needs no root where user namespaces are allowed; where they are not, the test is
+`two_hosts(folder)` gives labA (10.77.0.1) and labB (10.77.0.2). Files under `folder / "local"` are private to each
+host; everything else they share, as over a network file system. The switch can stop forwarding: no host notices,
+since all cables stay plugged in. Needs no root where user namespaces are allowed; where they are not, the test is
 skipped.
 """
 
@@ -33,7 +33,7 @@ class Host:
     switch: tuple[str, ...]  # the prefix of a command that runs in the switch
 
     def run(self, *command: str) -> str:
-        """What a command says there; AssertionError if it fails."""
+        """Output of a command there; AssertionError if it fails."""
         done = subprocess.run([*self.enter, *command], capture_output=True, text=True, timeout=_WITHIN_S)
         assert done.returncode == 0, f"{self.name}: {command}: {done.stderr}"
         return done.stdout
@@ -43,11 +43,11 @@ class Host:
         self._port("0")  # disabled
 
     def mute(self, other: Host) -> None:
-        """From now on nothing arrives that it sends to the other one, which it hears: it goes to a card of nobody."""
+        """From now on it receives from `other`, but its packets to it go to an unused network card."""
         self.run("ip", "neigh", "replace", other.address, "lladdr", "02:00:00:00:00:99", "dev", "cable")
 
     def heal(self) -> None:
-        """What is sent arrives again."""
+        """Restore the connection."""
         self._port("3")  # forwarding
         self.run("ip", "neigh", "flush", "dev", "cable", "nud", "permanent")
 

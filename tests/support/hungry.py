@@ -1,8 +1,8 @@
-"""A task whose memory runs out when a test says so, its diary, and what must be true of every run with it.
+"""A task whose memory runs out on request, its diary, and the invariants of every run with it.
 
 A `Hungry` toy raises torch's exception in forwards and backwards that a test has chosen, and keeps a diary: forwards,
-buckets that left, failures. From the diary follows what must have happened, without asking the product: a failure
-before anything has left is the rank's own affair, a failure after it makes all ranks do the step again.
+sent buckets, failures. The expected course follows from the diary without asking the product: a failure
+before any bucket is sent concerns only the rank, a failure after it makes all ranks repeat the step.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Hungry(toys.TwoTerms):
 
 @dataclass
 class Meal:
-    """What one rank saw in one run."""
+    """Observations of one rank in one run."""
 
     shares: list[tuple[int, ...]]
     positions: list[Position]  # after each step
@@ -242,7 +242,7 @@ def words_of(batch: int, **flags: Any) -> Words:
 
 
 def prepared(path: Path, count: int) -> list[str]:
-    """Run directories: one each, since what a memory has taught is remembered there."""
+    """Run directories: one each, since it stores the size that fits in memory."""
     for number in range(count):
         RunDirectory.prepare(path / str(number), config_yaml="")
     return [str(path / str(number)) for number in range(count)]
@@ -254,7 +254,7 @@ def dine(path: Path, words: Words, *appetites: Appetite) -> list[Meal]:
     return [meals[0] for meals in run_ranks(eat_all, len(appetites), [run])]
 
 
-# What must be true of every run, whatever went wrong.
+# Invariants of every run, whatever went wrong.
 
 
 def toy() -> Any:
@@ -289,7 +289,7 @@ def steps_by_hand(batch: int) -> Iterator[tuple[int, int]]:
 
 
 def position_by_hand(number: int, batch: int) -> Position:
-    """Where training stands after step `number`, from 1."""
+    """The position of training after step `number`, from 1."""
     epoch, steps = divmod(number, -(-toys.SAMPLES // batch))
     return Position(number + 1, epoch + 1, steps * batch)
 
@@ -310,7 +310,7 @@ def forwards_in(events: list[Any]) -> list[list[int]]:
 
 
 def is_in_vain(attempt: Attempt) -> bool:
-    """Memory ran out when a bucket was on its way: elsewhere a rank goes on after a failure."""
+    """Memory ran out when a bucket was on its way: elsewhere a rank continues after a failure."""
     return attempt[-1:] == ["failed"]
 
 
@@ -344,7 +344,7 @@ def check_attempt(attempt: Attempt, mine: list[int]) -> None:
 
 
 def check_sizes(meal: Meal) -> None:
-    """What a memory has refused is halved, and nothing larger is tried in any later step."""
+    """A size that ran out of memory is halved, and no later step tries a larger one."""
     largest = 10**6
     for number, cap in enumerate(meal.caps, 1):
         for events in itertools.chain.from_iterable(map(tries, meal.steps[number])):
@@ -374,7 +374,7 @@ def check_buffers(meals: list[Meal], batch: int) -> None:
 
 
 def check(meals: list[Meal], batch: int) -> None:
-    """All that must be true of a run, whatever went wrong in it."""
+    """Check all invariants of a run."""
     check_diary(meals, batch)
     for meal in meals:
         check_sizes(meal)

@@ -1,6 +1,6 @@
-"""Steps whose shares and micro-batches change under way: what each rank must get, and a drive past a loader.
+"""Steps whose shares and micro-batches change during the run: what each rank must get, and what a loader gives.
 
-The oracle walks the steps with plain loops. Of the product it knows the order of an epoch, which has tests of its own.
+The oracle walks the steps with plain loops. Of the product it uses the order of an epoch, which has its own tests.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def drive(
 ) -> list[list[Fact]]:
     """What a rank gets in each step: it takes, peeks at the next one, and makes the changes, as a controller does.
 
-    `pause` is told what comes next; `look` may be more patient than a peek.
+    `pause` receives the next item; `look` may be more patient than a peek.
     """
     planner, position = journey.planner(), journey.first
     facts = []
@@ -253,15 +253,15 @@ def some_journey(generator: random.Random, *, steps: int = 8, changes: int = 6) 
     )  # fmt: skip
 
 
-# A drain that goes on only when it is told to.
+# A drain that continues only on request.
 
 
 class _ClosedError(BaseException):
-    """Ends the thread of a drain, wherever it stands."""
+    """Ends the thread of a drain at any point."""
 
 
 class Stepwise:
-    """In place of the loader's drain: its thread stops at every point, and the test lets it go on, point by point."""
+    """In place of the loader's drain: its thread stops at every point, and the test resumes it, point by point."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._item: Any = None

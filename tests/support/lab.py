@@ -1,8 +1,8 @@
 """Two hosts that share one directory over mounts with caches and local locks, and commands that run there.
 
-`shared_lab(folder)` joins `hosts.two_hosts` and `cached_mount`: labA and labB see `Lab.shared` each through a mount of
-its own, with names and attributes that may be `CACHE_S` old and locks that the other does not see. What is really there
-is in `Lab.backing`, which the test reads.
+`shared_lab(folder)` joins `hosts.two_hosts` and `cached_mount`: labA and labB see `Lab.shared` each through its own
+mount, with names and attributes that may be `CACHE_S` old and locks that the other does not see. The test reads the
+real content in `Lab.backing`.
 """
 
 from __future__ import annotations

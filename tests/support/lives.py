@@ -1,4 +1,4 @@
-"""The life of one rank with a task that a test makes up: words in, what was seen after every step out."""
+"""One rank's run of a task that a test defines: command-line words in, facts after every step out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def words(text: str, *, validate: bool = False) -> list[str]:
 
 @dataclass
 class Life:
-    """What one rank saw; lists have one element per step that it took."""
+    """Observations of one rank; lists have one element per step that it took."""
 
     losses: list[float | None] = field(default_factory=list)
     buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -50,22 +50,22 @@ def live(group: Group, save_dir: str, arguments: list[str], task_class: type[Tas
     """Train to the end, or to the first refusal."""
     life, recorder = Life(), Recorder()
     silent = logging.NullHandler()
-    logging.getLogger("hetseq").addHandler(silent)  # its warnings are not what is looked at
+    logging.getLogger("hetseq").addHandler(silent)  # its warnings do not matter here
     session: Session | None = None
     try:
         session = begin(group, save_dir, arguments, task_class, recorder)
         controller = session.controller
         life.first_step = controller.state.position.step
-        take = controller.train_step
+        take = controller.step
 
         def watched() -> Any:
-            result = take()
+            result = yield from take()
             life.losses.append(result.loss)
             life.buffers.append({name: b.detach().clone() for name, b in controller.replica.model.named_buffers()})
             life.gathered.append(group.bytes_reduced)
             return result
 
-        controller.train_step = watched  # type: ignore[method-assign]
+        controller.step = watched  # type: ignore[method-assign]
         controller.fit()
         life.parameters = flat(controller.replica.model)
     except HetSeqError as error:
@@ -94,7 +94,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 
 
 def columns() -> toys.Batch:
-    """40 points of four coordinates and what is to be predicted."""
+    """40 points of four coordinates and their targets."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(40, 4, generator=generator, dtype=torch.float64)
     return {"x": x, "y": torch.randn(40, generator=generator, dtype=torch.float64)}

@@ -1,4 +1,4 @@
-"""What was logged, kept for a test that runs where pytest's own fixtures do not reach: in a rank."""
+"""Captured log records for a test that runs where pytest's fixtures do not reach: in a rank."""
 
 from __future__ import annotations
 

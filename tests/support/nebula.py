@@ -1,4 +1,4 @@
-"""For the tests of `hetseq.nebula`: a place that is given back, states that say which step they are of, and damage."""
+"""Support for the tests of `hetseq.nebula`: a managed place, states that identify their step, and damage."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def begun(path: Path, *args: Any, **options: Any) -> Iterator[None]:
 
 
 def service() -> Service:
-    """What saves the tags of this process."""
+    """The saver of this process."""
     return facade.service()
 
 
 def kill_writer() -> None:
-    """The process that writes now; the one before may be dead and gone, and the next one not there yet."""
+    """The process that writes now; the previous one may be gone, and the next one not started yet."""
     with suppress(ProcessLookupError):
         os.kill(service().writer_pid, signal.SIGKILL)
 
@@ -74,7 +74,7 @@ def flip(path: Path, position: int = -1) -> None:
 
 @contextmanager
 def stopped_writer(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The writer stands still until a save has to wait for it; the list gets a line for each such wait."""
+    """The writer pauses until a save has to wait for it; the list gets a line for each such wait."""
     owner, waits = service(), list[int]()
     wait = owner._await_memory
 

@@ -1,6 +1,6 @@
 """A script with DeepSpeed, for tests: `FOLDER STAGE RANK WORLD`; its last line is JSON, facts of this rank.
 
-Five steps, saved after the third and the fifth; then another engine goes on from the third, and a last one from the
+Five steps, saved after the third and the fifth; then another engine resumes from the third, and a last one from the
 newest. Numbers are compared bit by bit, as text.
 """
 

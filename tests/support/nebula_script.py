@@ -1,7 +1,7 @@
-"""A script as a user would write it, for tests that kill it: saves two names a step until it is killed, or to the end.
+"""A user's script for tests that kill it: saves two names a step until it is killed, or to the end.
 
 `PATH LAST INTERVAL MODE`: prints `complete N` when the tag of step N is complete, and `durable N` once it has waited
-for the disk, which it does at every third step. MODE "raise" ends it with an exception between two names.
+for the disk, at every third step. MODE "raise" ends it with an exception between two names.
 """
 
 from __future__ import annotations

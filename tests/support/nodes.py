@@ -1,13 +1,13 @@
-"""Several launchers on this one machine, each as if it were a node of its own: started, watched, ended.
+"""Several launchers on this one machine, each like a separate node: started, watched, ended.
 
-`Nodes` are the nodes of one test. `nodes.start("--lr", 0.1, ...)` is `hetseq train --lr 0.1 ...` in a folder of its
-own, with a home that nobody else has, with the test's secret, and on loopback only. `nodes.finish()` waits for all of
-them and gives what each said and when it ended. Nothing waits without a deadline, and whatever still runs when the
-test ends is killed by its process id.
+`Nodes` are the nodes of one test. `nodes.start("--lr", 0.1, ...)` is `hetseq train --lr 0.1 ...` in its own folder and
+home, with the test's secret, and on loopback only. `nodes.finish()` waits for all of
+them and returns the output and end time of each. Nothing waits without a deadline, and processes that remain when the
+test ends are killed by their process id.
 
-A start takes seconds to import torch, so nodes run in warm processes (`Stock`), a fresh worker process per rank all
-the same. `cold=True` is a command line from its first instruction: for tests that kill a launcher. A `Process` of a
-test's own may have another environment from its start, or namespaces of its own (`prefix`).
+A start takes seconds to import torch, so nodes run in warm processes (`Stock`), but still with a fresh worker process
+per rank. `cold=True` is a command line from its first instruction: for tests that kill a launcher. A test's own
+`Process` may have another environment from its start, or separate namespaces (`prefix`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Process:
         self._process.kill()
         self._process.wait()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its own session: nobody else is in this group
+            os.killpg(self._process.pid, signal.SIGKILL)  # its own session: no other process is in this group
 
     def close(self) -> None:
         """Kill it and give its output back."""
@@ -97,7 +97,7 @@ class Process:
 
 
 def _serve(requests: int, replies: int) -> None:
-    """The life of a `Process`: a request is a line of JSON, the reply an exit code."""
+    """The main function of a `Process`: a request is a line of JSON, the reply an exit code."""
     from hetseq.cli import main
     from hetseq.launch.worker_processes import warm_forkserver
 
@@ -209,11 +209,11 @@ class Ended:
     out: str
     err: str
     seconds: float  # from its own start
-    since_last_start: float  # from that of the node that was started last
+    since_last_start: float  # from the start of the node that was started last
 
     @property
     def reasons(self) -> list[str]:
-        """What it gave as the reason of its end; of a good end there is none, of a bad one there should be one."""
+        """The reasons it printed for its end; none for a good end, one for a bad one."""
         return re.split(r"^hetseq: ", self.err, flags=re.MULTILINE)[1:]
 
     @property
@@ -249,12 +249,12 @@ class Node:
 
     @property
     def out(self) -> str:
-        """What it has written to its standard output so far."""
+        """Its standard output so far."""
         return self._said[0] if self.code is not None else self._text(0)
 
     @property
     def err(self) -> str:
-        """What it has written to its standard error so far."""
+        """Its standard error so far."""
         return self._said[1] if self.code is not None else self._text(1)
 
     @property
@@ -341,7 +341,7 @@ class Nodes:
         ]  # fmt: skip
 
     def wait_until_said(self, node: Node, *words: str, within_s: float = 10.0) -> float:
-        """Seconds since the node's start until its output holds all these words; it need not run any more then."""
+        """Seconds since the node's start until its output holds all these words; it may have ended by then."""
 
         def look() -> bool:
             node.poll()
@@ -352,7 +352,7 @@ class Nodes:
         return time.monotonic() - node.begin
 
     def wait_until(self, look: Callable[[], bool], what: str, *, within_s: float = 30.0) -> None:
-        """Return once `look` gives true; AssertionError with all they said if all have ended, or the time is over."""
+        """Return once `look` gives true; AssertionError with all output if all have ended, or the time is over."""
         deadline = time.monotonic() + within_s
         while not look():
             has_ended = all(node.poll() is not None for node in self.started)
@@ -361,17 +361,17 @@ class Nodes:
             time.sleep(0.005)  # between two looks
 
     def forget(self, *ended: Node) -> None:
-        """Tell nothing of those any more."""
+        """Leave those out of reports from now on."""
         self.started = [node for node in self.started if node not in ended]
 
     def story(self) -> str:
-        """What all nodes said, for a failing test."""
+        """The output of all nodes, for a failing test."""
         for node in self.started:
             node.poll()
         return "\n".join(node.story() for node in self.started)
 
     def close(self) -> None:
-        """End what still runs, by a signal if that will do; give the warm processes back."""
+        """End all running nodes, by a signal if that suffices; give the warm processes back."""
         for node in self.started:
             if node.poll() is None:
                 node.signal(signal.SIGTERM)
@@ -452,7 +452,7 @@ def listening(pids: frozenset[int]) -> list[tuple[str, int]]:
 
 
 def _patient(look: Callable[[], T]) -> T:
-    """The first false thing that `look` gives, or what it still gives after a while."""
+    """The first false result of `look`, or its result after a while."""
     deadline = time.monotonic() + _LEFT_S
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.01)  # between two looks

@@ -38,7 +38,7 @@ _RECORD_AT, _RECORD_BYTES = 4096, 1 << 20
 
 @functools.lru_cache(maxsize=1)
 def told() -> dict[str, Any]:
-    """`old.json`: what the writing code read in each archive, by the name of the archive."""
+    """`old.json`: the contents of each archive as the writing code read them, by the name of the archive."""
     found: dict[str, Any] = json.loads((GOLDEN / "old.json").read_text())
     return found
 
@@ -149,7 +149,7 @@ def planted(arenas: Path, run: Path) -> Iterator[list[Path]]:
 
 
 def runs() -> dict[str, dict[str, Any]]:
-    """What `old.json` says of each run, by the path of the run directory, as in optimizers/lamb."""
+    """The entry of `old.json` for each run, by the path of the run directory, as in optimizers/lamb."""
     several = told()["optimizers"]["runs"]
     alone = {name: facts for name, facts in told().items() if "checkpoints" in facts}
     return {**alone, **{f"optimizers/{name}": facts for name, facts in several.items()}}

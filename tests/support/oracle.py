@@ -1,7 +1,7 @@
-"""The judge of all numbers: one process, the whole global batch in one piece, plain torch.
+"""The numeric reference: one process, the whole global batch in one piece, plain torch.
 
-Nothing of the product is imported here but the toys' models and data. A step takes the next samples in the data's own
-order; the last batch of an epoch is what is left; a term's loss is its sum over the batch divided by its count.
+It imports only the toys' models and data from the product. A step takes the next samples in the data's own
+order; the last batch of an epoch is the remainder; a term's loss is its sum over the batch divided by its count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two networks of the same weights, number by number: what is compared, and how far apart it is."""
+"""Two networks with the same weights, compared number by number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Facts = dict[str, Tensor]
 
 
 def import_transformers() -> ModuleType:
-    """The library that ours is compared with, or the test is skipped; what its import has to say is not about us."""
+    """The library that ours is compared with, or the test is skipped; its import warnings do not matter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library: ModuleType = pytest.importorskip("transformers")
@@ -21,7 +21,7 @@ def import_transformers() -> ModuleType:
 
 
 def distance(found: Facts, expected: Facts) -> float:
-    """The largest difference, relative to the largest element of its tensor or to 1 % of that of its kind.
+    """The largest difference, relative to the largest element of its tensor or to 1 % of the largest of its kind.
 
     The kind of "gradient: layer.weight" is "gradient". The second because the gradient of a key's bias is zero: softmax
     forgets what all keys have in common.

@@ -1,4 +1,4 @@
-"""A task whose training rows are those that `--data DIR/part.json` lists, and that remembers which ones it computed."""
+"""A task that trains on the rows listed in `--data DIR/part.json`, and remembers which ones it computed."""
 
 from __future__ import annotations
 

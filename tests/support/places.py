@@ -1,7 +1,7 @@
-"""Where the nodes of a test meet: a free port, or a directory, a name or an old file for `file://`.
+"""Meeting places for the nodes of a test: a free port, or a directory, a name or an old file for `file://`.
 
-A `Place` knows how it looked before the run, and so what a run has left there. A port is taken some time after it was
-given, by a process that the test starts: until then neither the kernel nor another test run may give it away.
+A `Place` remembers its state before the run, and so finds a run's leftovers. A process that the test starts takes a
+port some time after it was assigned: until then neither the kernel nor another test run may assign it again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# below the ports that Linux gives to whoever names none (32768 and more)
+# below the ephemeral ports of Linux (32768 and more)
 FIRST_PORT, PORTS_OF_A_RUN, RUNS = 20_000, 100, 120
 _giving = threading.Lock()  # a test may start nodes from several threads
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the nodes of a test meet, and how it is to look when the run has ended."""
+    """Where the nodes of a test meet, and its expected state after the run."""
 
     url: str
     path: Path | None = None
@@ -29,7 +29,7 @@ class Place:
     stays: bool = False  # a directory that was there before
 
     def leftovers(self) -> list[str]:
-        """What is there that was not there before the run."""
+        """The run's leftovers."""
         if self.path is None:
             return []
         if self.before is not None and self.path.read_bytes() != self.before:
@@ -41,7 +41,7 @@ class Place:
 
 
 def tcp() -> Place:
-    """A port of this machine that nobody listens at."""
+    """An unused port of this machine."""
     return Place(f"tcp://127.0.0.1:{free_port()}")
 
 
@@ -53,14 +53,14 @@ def directory(folder: Path) -> Place:
 
 
 def fresh_name(folder: Path) -> Place:
-    """A name that does not exist yet, as 2020 had it."""
+    """A name that does not exist yet, as in 2020."""
     path = folder / "meeting" / "fresh"
     path.parent.mkdir(parents=True)
     return Place(f"file://{path}", path)
 
 
 def old_file(folder: Path) -> Place:
-    """A file that a run of 2020 has left."""
+    """A file left by a 2020 run."""
     path = folder / "meeting" / "communicate.txt"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"left from 2020")
@@ -76,7 +76,7 @@ PLACES: dict[str, Callable[[Path], Place]] = {
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that this test run has not given for a long time, and no other one gives."""
+    """An unused port that this test run has not assigned for a long time, and that no other test run assigns."""
     with _giving:
         for port in itertools.islice(_ports(), PORTS_OF_A_RUN):
             with socket.socket() as probe:

@@ -1,7 +1,7 @@
-"""What a test may not leave behind: threads, processes, environment variables, signal handlers, shared memory.
+"""Leak check of the tests: threads, processes, environment variables, signal handlers, shared memory.
 
-`Scene.now()` before the test, `scene.leaks()` after it: sentences, none if all is well. What is on its way out gets a
-moment, then what is still there is named. The fixture in `conftest.py` turns the sentences into a failure.
+`Scene.now()` before the test, `scene.leaks()` after it: one sentence per leak. Anything about to end gets a
+moment; then each remaining leak is named. The fixture in `conftest.py` turns the sentences into a failure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Scene:
         )
 
     def leaks(self, *, patience_s: float = PATIENCE_S) -> list[str]:
-        """What is there now and was not there then, one sentence each."""
+        """Differences since this scene, one sentence each."""
         found = [
             *(f"thread {thread.name!r} still runs" for thread in _settled(self._new_threads, patience_s)),
             *(f"process {pid} still runs: {_command(pid)}" for pid in _settled(self._new_processes, patience_s)),
@@ -105,7 +105,7 @@ def adopt_orphans() -> None:
 def own_shared_memory() -> bool:
     """From now on /dev/shm is empty and this process's and its descendants' alone; False without the right to mount.
 
-    What a killed rank has left there belongs to no process: in a /dev/shm that two test runs share, each would accuse
+    Leftovers of a killed rank belong to no process: in a /dev/shm that two test runs share, each would accuse
     the other's tests. In one of its own everything is its own.
     """
     if sys.platform != "linux" or os.getuid() != 0 or not Path("/dev/shm").is_dir():
@@ -115,13 +115,13 @@ def own_shared_memory() -> bool:
     libc = ctypes.CDLL(None)
     return (
         libc.unshare(_CLONE_NEWNS) == 0
-        and libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0  # or everybody would see the next one
+        and libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0  # or every process would see the next mount
         and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options) == 0
     )
 
 
 def _settled(look: Callable[[], list], patience_s: float) -> list:  # type: ignore[type-arg]
-    """What `look` still finds after it was given time to go away."""
+    """What `look` still finds after a grace period."""
     deadline = time.monotonic() + patience_s
     while (found := look()) and time.monotonic() < deadline:
         threading.Event().wait(0.01)

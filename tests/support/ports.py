@@ -1,6 +1,6 @@
-"""Training programs of others, as small tasks: each keeps the property by which its port failed or was misjudged.
+"""Third-party training programs as small tasks: each keeps the property that made its port fail or be misjudged.
 
-The network is a small one; what the original does with its loss, its batches or its state is kept.
+The network is small; the original's handling of its loss, batches or state is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Port(Task):
 
 
 class TwoPhases(Port):
-    """A GAN's turns: the steps of one term, then those of the other, told apart by what `update_step` has set."""
+    """A GAN's turns: steps of one term, then of the other, as `update_step` has set."""
 
     phase = 0
 
@@ -82,13 +82,13 @@ class NeverAGradient(Port):
 
 @dataclass(frozen=True)
 class NanOptions:
-    """How often the loss is no number."""
+    """How often the loss is NaN."""
 
-    fault_every: int = option(1, "the loss of every N-th step is no number")
+    fault_every: int = option(1, "the loss of every N-th step is NaN")
 
 
 class NanOfAConstant(Port):
-    """The loss is no number, and its gradient is one: what is added is detached."""
+    """The loss is NaN, and its gradient is finite: the added value is detached."""
 
     Options = NanOptions
     updates = 0
@@ -140,7 +140,7 @@ class Mlm(Task):
 
 
 class TiedHead(nn.Module):
-    """nanoGPT's tie: the head's weight is that of the embedding, and `state_dict()` has both names."""
+    """nanoGPT's tie: the head shares the embedding's weight, and `state_dict()` has both names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class MixupInCollater(Port):
 
 
 class WordModel(nn.Module):
-    """word_language_model: an LSTM whose hidden state of one batch is where the next one begins."""
+    """word_language_model: an LSTM whose hidden state of one batch is the initial state of the next."""
 
     def __init__(self) -> None:
         super().__init__()

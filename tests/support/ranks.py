@@ -1,9 +1,9 @@
 """`run_ranks`: the ranks of a test as processes, from a warm server, about 0.1 s a call.
 
-A rank is a module-level function `fn(group, *args)` that returns facts; the assertions stand in the test. The server
+A rank is a module-level function `fn(group, *args)` that returns facts; the assertions are in the test. The server
 is a multiprocessing forkserver that has imported torch, pytest and hetseq once per pytest run (some seconds, in the
 background while the tests of one process run); a rank is a fork of it with one thread and with warnings as errors. It
-sees the environment as it was when the server started, not what a test has set since.
+sees the environment as it was when the server started, not later changes by a test.
 
 Three ways to fail, three exceptions: a rank raised (its traceback is shown), died (the signal or exit code), or hung
 (the stack it hangs in). A rank that only lost its peers is never named as the culprit while there is another one.
@@ -166,7 +166,7 @@ class TestStore:
 
 @dataclass(frozen=True)
 class _Life:
-    """What a rank is told."""
+    """The instructions of a rank."""
 
     job: bytes
     rank: int
@@ -178,7 +178,7 @@ class _Life:
 
 @dataclass(frozen=True)
 class _Fate:
-    """What became of a rank: returned, raised, died, or hung; `blameless` where it only lost its peers."""
+    """The fate of a rank: returned, raised, died, or hung; `blameless` where it only lost its peers."""
 
     rank: int
     how: str
@@ -205,7 +205,7 @@ class _Rank:
         return _Fate(self.number, how, value, story, blameless)
 
     def stack(self) -> str:
-        """Where the rank and its loader processes stand now, for a rank that does not answer."""
+        """Stacks of the rank and its loader processes, for a rank that does not answer."""
         if self.process.pid is None or not self.process.is_alive():
             return ""
         own = self._stack_of(self.process.pid)
@@ -227,7 +227,7 @@ class _Rank:
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in ("T", "t")
 
     def end(self) -> None:
-        """Leave nothing of it: what has spoken ends by itself, everything else is killed."""
+        """Leave no process: ranks that answered end by themselves, all others are killed."""
         self.process.join(5 if self.has_spoken else 0)
         if self.process.is_alive():
             self.process.kill()
@@ -294,7 +294,7 @@ def _watch(ranks: list[_Rank], deadline: float, dies: frozenset[int]) -> list[_F
 
 
 def _judge(fates: list[_Fate], timeout_s: float, dies: frozenset[int]) -> None:
-    """Raise what the test should see, if anything; a culprit comes before those who only lost their peers."""
+    """Raise what the test should see, if anything; a culprit comes before ranks that only lost their peers."""
     for fate in fates:
         if fate.rank in dies and fate.how in ("returned", "raised"):
             raise RankFailure(f"rank {fate.rank} was to die and {fate.how} instead\n" + _report(fates))
@@ -314,7 +314,7 @@ def _judge(fates: list[_Fate], timeout_s: float, dies: frozenset[int]) -> None:
 def _report(fates: list[_Fate]) -> str:
     lines = []
     for fate in fates:
-        lines.append(f"--- rank {fate.rank} {fate.how}" + (" (for want of its peers)" if fate.blameless else ""))
+        lines.append(f"--- rank {fate.rank} {fate.how}" + (" (because it lost its peers)" if fate.blameless else ""))
         if fate.story:
             lines.append(fate.story.rstrip())
     return "\n".join(lines)
@@ -322,7 +322,7 @@ def _report(fates: list[_Fate]) -> str:
 
 def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
-        return "closed its pipe and lives on"
+        return "closed its pipe and still runs"
     if exit_code < 0:
         return f"killed by {signal.Signals(-exit_code).name}"
     return f"exit code {exit_code}, no exception"

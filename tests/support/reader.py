@@ -1,4 +1,4 @@
-"""A reader of the manual, who types its commands as they stand there."""
+"""A reader of the manual, who types its commands literally."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ PATIENCE_S = 110
 #: for trainings with --data, which otherwise take minutes
 _CUT_SHORT = ["--max-update", "4"]
 #: a folder of text that a reader brings: some pages of the manual
-_TEXT, _TEXT_PAGES = "text", ("messages", "migrating", "network", "nodes", "running")
+_TEXT = "text"
+_TEXT_PAGES = (
+    "reference/errors", "concepts/hetseq-2020", "guides/network", "guides/multi-node", "guides/running",
+)  # fmt: skip
 
 
 class Reader:
-    """Somebody who types the commands of a page in a folder of his own, which is also his home.
+    """A reader who types the commands of a page in a private folder, which is also the home directory.
 
-    Commands find there what they name, and leave their runs. `closing` ends what has not been waited for.
+    Commands find their files there, and leave their runs. `closing` ends commands that were not waited for.
     """
 
     def __init__(self, checkout: Path, closing: ExitStack) -> None:
@@ -30,16 +33,17 @@ class Reader:
         (checkout / "train.py").symlink_to(ROOT / "train.py")
         (checkout / _TEXT).mkdir()
         for name in _TEXT_PAGES:
-            (checkout / _TEXT / f"{name}.txt").symlink_to(ROOT / "docs" / f"{name}.md")
+            page = ROOT / "docs" / f"{name}.md"
+            (checkout / _TEXT / f"{page.stem}.txt").symlink_to(page)
         self.checkout = checkout
         self._closing = closing
         self._beside: list[tuple[str, Command]] = []
         self._meeting = f"127.0.0.1:{free_port()}"
 
     def types(self, command: str, data: Path | None = None, *, is_cold: bool = False) -> str:
-        """Run one command, which must succeed; gives what it printed.
+        """Run one command, which must succeed; returns its output.
 
-        Of one that goes on beside the next ones, `wait` will tell.
+        If it keeps running beside the next ones, `wait` reports its end.
         """
         if command == "wait":
             said = [_printed(earlier, beside.finish(timeout_s=PATIENCE_S)) for earlier, beside in self._beside]

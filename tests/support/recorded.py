@@ -1,4 +1,4 @@
-"""Run directories that nobody trained, for tests of what reads them."""
+"""Synthetic run directories, for tests of their readers."""
 
 from __future__ import annotations
 

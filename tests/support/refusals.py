@@ -1,4 +1,4 @@
-"""A start that HetSeq refuses, and what it must look like; used by the tests of bad input."""
+"""A start that HetSeq rejects, and the expected form of the error; used by the tests of bad input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SQUARES = '((model(sample["x"]).squeeze(1) - sample["y"]) ** 2)'
 
 
 def on_one_and_some_on(world: tuple[str, ...], cases: Iterable[object], *often: object) -> list[Any]:
-    """(case, words) as parameters: each case on one rank; on the larger world those of `often`, the others nightly."""
+    """(case, words) as parameters: each case on one rank, and on the larger world if in `often`, else nightly."""
     found: list[Any] = []
     for case in cases:
         found += [(case, ()), pytest.param(case, world, marks=[] if case in often else [pytest.mark.nightly])]
@@ -93,7 +93,7 @@ def write_task(folder: Path, *, name: str = "task", **bodies: str) -> Path:
 
 
 def refusal(action: Callable[[], object], *expected: str) -> None:
-    """`action` raises RendezvousError in words that contain what is expected."""
+    """`action` raises RendezvousError with a message that contains the expected words."""
     with pytest.raises(RendezvousError) as caught:
         action()
     for words in expected:

@@ -1,4 +1,4 @@
-"""A small model with an optimizer, a run directory that holds its checkpoint, and what it takes to go on from there."""
+"""A small model with an optimizer, a run directory with its checkpoint, and the means to resume from it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trained() -> Replica:
 
 
 def everything(replica: Replica) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of it, live."""
+    """Its live state, as in a checkpoint."""
     return {**replica.model_tensors(), **replica.optimizer_tensors()[0]}
 
 

@@ -1,8 +1,8 @@
-"""A disk on which the n-th call goes wrong, for a process that a test cannot reach into: the writer of checkpoints.
+"""A disk on which the n-th call fails, for a process that a test cannot reach into: the writer of checkpoints.
 
-`Shim` compiles `shim.c` and stands between the processes that are started inside `between()` and what they change
-below one folder. The calls are counted over all of these processes, in the order in which they come. `arm` says which
-of them go wrong and how, as often as one likes: a process need not be started again for it.
+`Shim` compiles `shim.c` and intercepts changes below one folder by the processes that are started inside `between()`.
+Calls are counted over all of these processes, in the order in which they come. `arm` chooses which
+of them fail and how, any number of times, without restarting a process.
 """
 
 from __future__ import annotations

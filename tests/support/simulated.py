@@ -1,7 +1,7 @@
 """A cluster in a simulated clock: machines of known cost, noise, spikes, changes of speed, and the product's own lag.
 
-It knows of the product only the meters and the balancer. As there, the first step of a run is cut into growing
-micro-batches on every rank, and what is observed at the end of step k counts from step k + 2 on.
+Of the product it uses only the meters and the balancer. As there, the first step of a run is cut into growing
+micro-batches on every rank, and measurements at the end of step k take effect from step k + 2 on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter
 from hetseq.balance.shares import Cost, assign_shares
 
 Times = npt.NDArray[np.float64]
-LAG = 2  # steps from what is observed to the first shares that follow from it
+LAG = 2  # steps from a measurement to the first shares that follow from it
 WARM_UP = (3.0, 2.0, 1.5)  # how much slower the first micro-batches of a start are
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank really needs: seconds per micro-batch, per unit, and per step besides."""
+    """True cost of a rank: seconds per micro-batch, per unit, and per step besides."""
 
     per_unit_s: float
     per_micro_batch_s: float = 0.0
@@ -46,7 +46,7 @@ class Machine:
         )
 
     def sizes(self, share: int, *, is_first: bool) -> list[int]:
-        """The micro-batches of a share; those of a first step double, but for a last one that would be the largest."""
+        """The micro-batches of a share; in a first step they double, unless the last one would be the largest."""
         sizes: list[int] = []
         while share > 0:
             size = min(share, self.micro_batch or share)
@@ -68,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Weather:
-    """What comes between a machine and its cost: relative noise of steps and micro-batches, and slow steps."""
+    """Disturbances of a machine: relative noise of steps and micro-batches, and slow steps."""
 
     step_noise: float = 0.05
     micro_batch_noise: float = 0.02
@@ -113,7 +113,7 @@ class BusyLab:
         return taken_s, np.array(factors)
 
     def best_fixed_shares(self, machines: Sequence[Machine], total: int, steps: int) -> tuple[int, ...]:
-        """Those of the shortest run, known when it is over: moving units from rank to rank makes it no shorter."""
+        """The times of the shortest run, known when it is over: moving units from rank to rank makes it no shorter."""
         fastest = [1 / machine.seconds(1) for machine in machines]
         best = assign_shares(total, fastest)
         _, factors = self.run(machines, best, steps)

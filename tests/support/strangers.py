@@ -1,8 +1,8 @@
-"""Strangers at the ports of a run: what listens, a thousand attempts to be let in, and what each of them heard.
+"""Strangers at the ports of a run: the listening ports, a thousand attempts to get in, and the reply to each.
 
-A stranger has no secret. He says nothing, or noise, or the words of HTTP, TLS, HetSeq, gloo, torch's TCPStore or
-multiprocessing; he leaves in the middle, lies about lengths, and repeats what he has overheard of an honest node.
-`knock` lets 200 of them at a time have a port.
+A stranger has no secret. It sends nothing, or noise, or the words of HTTP, TLS, HetSeq, gloo, torch's TCPStore or
+multiprocessing; it leaves in the middle, lies about lengths, and replays the words of an honest node.
+`knock` sends 200 of them at a time to a port.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def _address(text: str) -> tuple[str, int]:
 
 @dataclass
 class Attempt:
-    """What one stranger does: his first words, what he answers to the port's, and whether he leaves right away."""
+    """One stranger's script: its first words, its answer to the port's, and whether it leaves right away."""
 
     kind: str
     first: bytes = b""
     answer: Callable[[bytes], bytes] | None = None
     leaves: bool = False
     heard: bytearray = field(default_factory=bytearray)
-    is_in: bool = False  # the kernel has connected him
-    is_out: bool = False  # the port has closed on him
+    is_in: bool = False  # the kernel has connected it
+    is_out: bool = False  # the port has closed the connection
 
 
 def knock(address: str, port: int, attempts: Sequence[Attempt], *, source: str = "") -> None:
@@ -186,7 +186,7 @@ def poison(marker: Path) -> bytes:
 
 
 def gloo_words(number: int, chance: random.Random) -> bytes:
-    """What a rank would say to gloo: the number of a pair, in use or not, then an operation that lies of its size."""
+    """What a rank would say to gloo: the number of a pair, in use or not, then an operation with a false size."""
     pair = chance.choice([number % 4, number % 8, chance.randrange(1 << 40)])
     lengths = [0, 48, 56, 1 << 31, 1 << 40, (1 << 63) - 1]
     size, operation, slot = chance.choice(lengths), chance.randrange(6), chance.randrange(4)
@@ -202,7 +202,7 @@ def store_words(number: int, chance: random.Random) -> bytes:
 
 
 def attempts(count: int, overheard: tuple[bytes, bytes], marker: Path, *, seed: int = 0) -> list[Attempt]:
-    """A mixture of `count`; `overheard` are the two things that an honest node once said (`overhear`)."""
+    """A mixture of `count`; `overheard` are the two messages of an honest node (`overhear`)."""
     chance, payload = random.Random(seed), poison(marker)
     cut = hello()[: chance.randrange(1, HEAD.size)]
     found = []
@@ -262,12 +262,12 @@ NO = bytes(VERDICT.pack(0, bytes(MAC_BYTES)))
 
 
 def denied(attempts: Iterable[Attempt]) -> set[str]:
-    """Kinds of those who were told no in so many words: the proof they gave was looked at."""
+    """Kinds of strangers that were explicitly rejected: their proof was checked."""
     return {attempt.kind for attempt in attempts if attempt.heard.endswith(NO)}
 
 
 def admitted(attempts: Iterable[Attempt]) -> list[str]:
-    """Those who heard more than a stranger may: HetSeq's hello with its proof, then a no or nothing."""
+    """Strangers that heard more than allowed: HetSeq's hello with its proof, then a rejection or nothing."""
     found = []
     for attempt in attempts:
         answer, rest = bytes(attempt.heard[: HEAD.size + MAC_BYTES]), bytes(attempt.heard[HEAD.size + MAC_BYTES :])

@@ -151,7 +151,7 @@ class Integers(Toy):
 
 
 class Images(Toy):
-    """The net of the MNIST task on made-up images, without dropout; few of them, since the net is not a toy."""
+    """The net of the MNIST task on synthetic images, without dropout; few of them, since the net is not a toy."""
 
     def rows(self) -> Batch:
         generator = np.random.default_rng(4)

@@ -23,7 +23,7 @@ TOYS = Path(__file__).with_name("toys.py")
 
 @dataclass
 class Facts:
-    """What one rank saw."""
+    """Observations of one rank."""
 
     losses: list[float | None]
     terms: list[dict[str, float] | None]

@@ -1,8 +1,8 @@
-"""A run as the outside world sees it: a command line and all processes that descend from it, to be killed or signalled.
+"""A run seen from outside: a command line and all its descendant processes, to be killed or signalled.
 
 `start_trial(words, save_dir)` starts `train.py` with a mark in its environment, which every process of the run
-inherits; so they are all found, also those whose parents have ended. Nothing here sleeps for a guessed time: `until`
-looks again and again, up to a deadline.
+inherits; so they are all found, also children of ended processes. Nothing here sleeps for a guessed time: `until`
+polls up to a deadline.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Trial:
 def start_trial(
     words: Sequence[object], save_dir: Path, *, program: Sequence[str] = TRAIN, is_cold: bool = False
 ) -> Iterator[Trial]:
-    """A run that has been started; whatever is left of it is killed when the block is left.
+    """A run that has been started; its remaining processes are killed at the end of the block.
 
     `is_cold`: from the interpreter's start, imports and all; else see tests/support/forked.py.
     """

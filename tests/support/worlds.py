@@ -1,10 +1,10 @@
-"""One run on many worlds: a task with dropout that is held where it is to be killed, and the judge of its result.
+"""One run on many worlds: a task with dropout that pauses where the test kills it, and the comparison of its result.
 
-`--data DIR/plan.json` says where: {"holds": {"13": "forward"}} stops, after 13 updates, whichever rank begins a forward
-next, for ever and only once in the life of the run; "update" stops it after that update, before anything is saved or
-reported. It leaves the file `held-13` in DIR, so a test kills what it has found and need not guess. The other ranks
-come as far as they get without it. {"spoil": "dropout"} draws one random number too many before each forward, and
-"sample" moves the data by one sample: what a resume with wrong random numbers or at a wrong sample would do.
+`--data DIR/plan.json` says where: {"holds": {"13": "forward"}} stops the first rank that begins a forward after 13
+updates, for ever and only once in the life of the run; "update" stops it after that update, before anything is saved or
+reported. It leaves the file `held-13` in DIR, so a test finds its victim without guessing. The other ranks
+continue as far as they can without it. {"spoil": "dropout"} draws one extra random number before each forward, and
+"sample" moves the data by one sample, like a resume with wrong random numbers or at a wrong sample.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Held(toys.TwoTerms):
         return nn.ModuleDict({"body": body, "cls": nn.Linear(8, 3), "reg": nn.Linear(8, 4)})
 
     def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> Any:
-        return None  # the one that --optimizer names
+        return None  # the optimizer named by --optimizer
 
     def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
         if model.training:
@@ -77,7 +77,7 @@ class Held(toys.TwoTerms):
         try:
             os.close(os.open(self.folder / f"held-{self.updates}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return  # somebody has been held here
+            return  # a rank has been held here
         while True:
             signal.pause()
 
@@ -92,15 +92,15 @@ class Death:
 
     @property
     def is_at_border(self) -> bool:
-        """Whether the checkpoint to go on from is that of an epoch's end."""
+        """Whether the checkpoint to resume from is at an epoch's end."""
         return self.save % STEPS_OF_EPOCH == 0
 
 
 def draw_deaths(draw: random.Random, number: int) -> list[Death]:
-    """Deaths by chance, in the order of a run: at least one of a run that goes on mid-epoch, and one at a border.
+    """Deaths by chance, in the order of a run: at least one in mid-epoch, and one at a border.
 
-    Each lies one update or more behind a save and before the end of the next one, so that which checkpoint is the
-    newest does not hang on how fast it is written.
+    Each lies one update or more behind a save and before the end of the next one, so that the newest
+    checkpoint does not depend on the speed of the writer.
     """
     total = STEPS_OF_EPOCH * EPOCHS
     saves = sorted({*range(SAVE_EVERY, total, SAVE_EVERY), *range(STEPS_OF_EPOCH, total + 1, STEPS_OF_EPOCH)})
@@ -161,7 +161,7 @@ def result_of(run: Path) -> Result:
 def assert_same_result(found: Result, expected: Result) -> float:
     """The largest relative error; AssertionError that says where it is, if it is above TOLERANCE.
 
-    What is counted must be equal. A tensor is judged by its largest element, every other number by itself.
+    Counts must be equal. A tensor is judged by its largest element, every other number by itself.
     """
     assert found.curve.keys() == expected.curve.keys(), "other steps"
     assert found.valid.keys() == expected.valid.keys(), "other validations"

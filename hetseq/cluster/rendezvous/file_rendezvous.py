@@ -133,6 +133,14 @@ class MeetingAttempt:
                 logger.warning("some files are left in %s: %s", self._chain.store.path, error)
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a launcher searches, and how much later than possible it replaces a dead head (`decide`)."""
+
+    timeout_s: float = 120.0
+    head_start_s: float = 0.0
+
+
 def find_attempt(
     path: Path,
     key: bytes,
@@ -140,7 +148,7 @@ def find_attempt(
     listen: Listen,
     name: str = "run",
     answers: Answers | None = None,
-    timeout_s: float = 120.0,
+    patience: Patience = Patience(),
     now: Callable[[], float] = time.monotonic,
     sleep: Sleep = time.sleep,
 ) -> MeetingAttempt:
@@ -148,10 +156,10 @@ def find_attempt(
 
     `listen` is called at most once, only when this launcher tries to become head; if another one wins (`is_head` is
     false), the caller closes that port. `answers` saves waiting for the heartbeat of a head on another machine.
-    Attempts with different names are independent. Raises RendezvousError if the directory cannot be used, or after
-    `timeout_s` without a result.
+    Attempts with different names are independent. Raises RendezvousError if the directory
+    cannot be used, or after `patience.timeout_s` without a result.
     """
-    deadline_s = now() + timeout_s
+    deadline_s = now() + patience.timeout_s
     endpoint: list[tuple[str, int]] = []
 
     def listen_once() -> tuple[str, int]:
@@ -163,7 +171,7 @@ def find_attempt(
         try:
             place = find_place(path)
             chain = _Chain(SharedDirectory.open(place, key), key, f"attempt-{name}", now)
-            return _DirectorySearch(chain, listen_once, answers).run(deadline_s, sleep)
+            return _DirectorySearch(chain, listen_once, answers, patience.head_start_s).run(deadline_s, sleep)
         except DirectoryGone:  # a run that ends removes an empty directory that it made
             if now() >= deadline_s:
                 raise
@@ -324,10 +332,10 @@ class _Chain:
 class _DirectorySearch:
     """Executes the election: looks, calls `decide`, and acts, until this launcher leads or follows."""
 
-    def __init__(self, chain: _Chain, listen: Listen, answers: Answers | None) -> None:
+    def __init__(self, chain: _Chain, listen: Listen, answers: Answers | None, head_start_s: float) -> None:
         self._chain = chain
         self._listen = listen
-        self._answers = answers
+        self._answers, self._head_start_s = answers, head_start_s
         self._hearts: dict[str, Heart] = {}  # nonce -> heartbeat of a number that this launcher has won
         self._next_ask_s = -1.0
         self._asked = ""
@@ -337,7 +345,7 @@ class _DirectorySearch:
         try:
             while True:
                 top = self._chain.top()
-                watch, action = decide(watch, self._sight(top), self._chain.now())
+                watch, action = decide(watch, self._sight(top), self._chain.now(), head_start_s=self._head_start_s)
                 if action in (Action.LEAD, Action.FOLLOW):
                     # Look again: while a chain is being removed, the first look may have seen only its beginning.
                     if self._chain.top() == top and top.record is not None:

@@ -21,6 +21,9 @@ SILENCE_S = 15.0
 BEAT_S = 1.0
 #: how long a head may remove its files after its last record; the rest of SILENCE_S is a margin for slow machines
 LEASE_S = 10.0
+#: how much longer than a launcher of the run a newcomer waits before it replaces a dead head: if it were the first, its
+#: coordinator would know of no state, and the ranks that hold one would go back to a checkpoint
+HEAD_START_S = 2.0
 NOTHING, UNKNOWN = "", "?"
 
 
@@ -140,22 +143,26 @@ def standing_of(silence_s: float, *, is_superseded: bool) -> Standing:
     return Standing.UNSURE if silence_s > 3 * BEAT_S else Standing.SURE
 
 
-def decide(watch: Watch, sight: Sight, now_s: float) -> tuple[Watch, Action]:
-    """The next action and memory, from the previous memory and the current sight. Pure; `now_s` is monotonic."""
+def decide(watch: Watch, sight: Sight, now_s: float, *, head_start_s: float = 0.0) -> tuple[Watch, Action]:
+    """The next action and memory, from the previous memory and the current sight. Pure; `now_s` is monotonic.
+
+    A dead head is replaced `head_start_s` later than it could be.
+    """
     if not watch.is_of(sight):
         watch = Watch(sight.kind, sight.number, sight.nonce, sight.pulse, now_s)
     if watch.pulse is None:
         # Not a sign of life: the counter of a dead head may have become visible late.
         watch = replace(watch, pulse=sight.pulse)
     is_beating = sight.pulse is not None and sight.pulse != watch.pulse
-    is_silent = now_s - watch.since_s >= SILENCE_S
+    wait_s = head_start_s if sight.kind is Kind.HEAD else 0.0
+    is_silent = now_s - watch.since_s >= SILENCE_S + wait_s
 
     if sight.kind is Kind.NONE:
         return watch, Action.CLAIM
     if sight.kind is Kind.HEAD and sight.is_mine:
         return watch, Action.LEAD
     if sight.life is False:
-        return watch, Action.CLAIM
+        return watch, Action.CLAIM if now_s - watch.since_s >= wait_s else Action.WAIT
     if sight.kind is Kind.HEAD and (sight.life or sight.has_answered or is_beating):
         return watch, Action.FOLLOW
     return watch, Action.CLAIM if is_silent else Action.WAIT

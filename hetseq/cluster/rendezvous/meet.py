@@ -36,10 +36,10 @@ from hetseq.cluster.rendezvous.channel import (
     VersionMismatch,
     connect,
 )
-from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, find_attempt, find_place, leave_note
+from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, Patience, find_attempt, find_place, leave_note
 from hetseq.cluster.rendezvous.file_store import OtherSecret
 from hetseq.cluster.rendezvous.interfaces import chosen_address, interfaces, is_loopback, outward_address
-from hetseq.cluster.rendezvous.leader_election import LeaderRecord
+from hetseq.cluster.rendezvous.leader_election import HEAD_START_S, LeaderRecord
 from hetseq.cluster.rendezvous.secret import derive_key, load_secret, secret_file
 from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError, bind, host_text
 from hetseq.config.sections import DistributedConfig
@@ -105,7 +105,8 @@ def meet(
     """Meet the other launchers at `config.meeting_url`; called once by every launcher.
 
     `is_again`: the connection to the head of a training run was lost. A directory elects a new head, perhaps this
-    launcher; at an address, the old head is tried once, and no other node can replace it.
+    launcher, before any newcomer (`HEAD_START_S`); at an address, the old head is tried once, and no other node can
+    replace it.
 
     `pause(seconds)` sleeps, and raises when the launcher must stop; `meet` never blocks for more than a second without
     calling it. `tell` prints a line. `command` is the command line of this launcher, `interface` the value of
@@ -119,7 +120,7 @@ def meet(
         raise ValueError("no meeting place: a run on one node has no other nodes to meet")
     search = _Search(config, config.meeting_url, _Calls(pause, tell, now), command, interface, name)
     if config.meeting_url.startswith("file://"):
-        return search.in_directory()
+        return search.in_directory(head_start_s=0.0 if is_again else HEAD_START_S)
     return search.at_address_again() if is_again else search.at_address()
 
 
@@ -337,7 +338,7 @@ class _Search:
 
     # file://PATH
 
-    def in_directory(self) -> Meeting:
+    def in_directory(self, *, head_start_s: float) -> Meeting:
         """Lead or follow according to the directory; look again if the head that it names does not answer."""
         path = Path(self._url.removeprefix("file://"))
         while True:
@@ -350,7 +351,7 @@ class _Search:
                     listen=call.listen,
                     name=self._name,
                     answers=call.answers,
-                    timeout_s=max(0.0, self._deadline - self._calls.now()),
+                    patience=Patience(max(0.0, self._deadline - self._calls.now()), head_start_s),
                     now=self._calls.now,
                     sleep=self._calls.pause,
                 )

@@ -1,6 +1,6 @@
 """Shared secret of one user's nodes: created once, kept in a private file, read by every launcher.
 
-The file is complete or absent, no matter how many launchers start at once or which network mount it is on. A file that
+The file is complete or absent, however many launchers start at once and on any network mount. A file that
 another user could have read or planted is refused. The module knows no runs or channels: they get keys from
 `derive_key`. The secret never appears in a message, a log line, argv or the environment.
 

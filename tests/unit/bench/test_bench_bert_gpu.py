@@ -187,9 +187,9 @@ def test_what_memory_refuses_is_tried_in_halves(
     monkeypatch.setattr(script("bert_gpu").memory, "release", lambda device: released.append(seen[-1]))
     assert script("bert_gpu").main([*SMALL, "--forms", "full", "--micro-batch", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "does not hold" in line] == [
-        "(memory does not hold 8 rows: trying 4)",
-        "(memory does not hold 4 rows: trying 2)",
+    assert [line for line in lines if "fit in memory" in line] == [
+        "(8 rows do not fit in memory: trying 4)",
+        "(4 rows do not fit in memory: trying 2)",
     ]
     assert json.loads(lines[-1])["rows"][0]["micro_batch"] == 2
     assert released == [8, 4, 2]  # twice before fewer are tried, and for the next model
@@ -197,7 +197,7 @@ def test_what_memory_refuses_is_tried_in_halves(
 
 def test_where_no_row_fits_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     no_more_than(0, monkeypatch)
-    with pytest.raises(SystemExit, match="does not hold one row"):
+    with pytest.raises(SystemExit, match="not even one row fits"):
         script("bert_gpu").main([*SMALL, "--forms", "full", "--micro-batch", "2"])
 
 

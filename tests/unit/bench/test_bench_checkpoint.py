@@ -282,7 +282,7 @@ def test_each_start_loads_what_was_made_from_where_it_should(left: Path, monkeyp
         assert start.wall_s >= start.recover_s
         assert start.state_bytes == sum(tensor.nbytes for tensor in made.values())
     made["model.words"][0, 0] += 1
-    with pytest.raises(SystemExit, match="not what was made"):
+    with pytest.raises(SystemExit, match="differs from the original"):
         restart.load(left, RUN_ID, made, "memory")
     restart.remove_states(RUN_ID)
     with pytest.raises(SystemExit, match="did not come from the memory"):

@@ -19,7 +19,7 @@ import pytest
 from hetseq.cluster.rendezvous import file_rendezvous as attempts
 from hetseq.cluster.rendezvous import file_store as shared_directory
 from hetseq.cluster.rendezvous import heartbeat as heart
-from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, find_attempt, find_place
+from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, Patience, find_attempt, find_place
 from hetseq.cluster.rendezvous.file_store import SharedDirectory
 from hetseq.cluster.rendezvous.heartbeat import Heart, read_pulse
 from hetseq.cluster.rendezvous.leader_election import SILENCE_S, Kind, LeaderRecord, Standing
@@ -473,7 +473,7 @@ def test_what_was_planted_in_place_of_an_attempt_is_refused(tmp_path: Path, plan
 def test_a_search_that_comes_to_nothing_ends_in_words(place: Path) -> None:
     begun_by(FOREIGN, place)
     clock = Clock()
-    refusal(lambda: find(place, clock, timeout_s=10), "attempt 1", "pid 1", "neither continued nor ended")
+    refusal(lambda: find(place, clock, patience=Patience(10)), "attempt 1", "pid 1", "neither continued nor ended")
     assert 10 <= clock.passed_s < 11
 
 

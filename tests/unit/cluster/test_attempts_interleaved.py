@@ -20,7 +20,7 @@ import pytest
 
 from hetseq.cluster.rendezvous import file_rendezvous as attempts
 from hetseq.cluster.rendezvous import file_store as shared_directory
-from hetseq.cluster.rendezvous.file_rendezvous import find_attempt
+from hetseq.cluster.rendezvous.file_rendezvous import Patience, find_attempt
 from hetseq.cluster.rendezvous.leader_election import LEASE_S
 from hetseq.cluster.rendezvous.process_identity import Process
 from tests.support.crashes import Killed
@@ -91,7 +91,7 @@ class History:
 
     def _one_run(self, me: int, path: Path) -> None:
         attempt = find_attempt(
-            path, b"k", listen=lambda: ("here", me), now=lambda: self.now_s, sleep=self._sleep, timeout_s=400
+            path, b"k", listen=lambda: ("here", me), now=lambda: self.now_s, sleep=self._sleep, patience=Patience(400)
         )
         if attempt.is_head:
             self.heads += 1

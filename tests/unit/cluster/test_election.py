@@ -10,6 +10,7 @@ import pytest
 
 from hetseq.cluster.rendezvous import process_identity as identity
 from hetseq.cluster.rendezvous.leader_election import (
+    HEAD_START_S,
     LEASE_S,
     SILENCE_S,
     UNKNOWN,
@@ -29,11 +30,11 @@ ENDED = Sight(Kind.ENDED, number=3, nonce="n")
 EMPTY = Sight(Kind.EMPTY, number=3)
 
 
-def seen(first: Sight, *later: tuple[float, Sight]) -> list[Action]:
+def seen(first: Sight, *later: tuple[float, Sight], head_start_s: float = 0.0) -> list[Action]:
     """What a newcomer does who sees `first` at second 100 and the others so many seconds later."""
     watch, actions = Watch(), []
     for after_s, sight in ((0.0, first), *later):
-        watch, action = decide(watch, sight, 100.0 + after_s)
+        watch, action = decide(watch, sight, 100.0 + after_s, head_start_s=head_start_s)
         actions.append(action)
     return actions
 
@@ -65,6 +66,19 @@ def test_the_first_look_decides_what_it_can(sight: Sight, action: Action) -> Non
 def test_what_stands_still_for_fifteen_seconds_is_replaced_and_not_before(still: Sight) -> None:
     assert seen(still, (SILENCE_S - 0.1, still)) == [Action.WAIT, Action.WAIT]
     assert seen(still, (SILENCE_S, still)) == [Action.WAIT, Action.CLAIM]
+
+
+def test_a_newcomer_replaces_a_dead_head_later_than_the_launchers_of_its_run() -> None:
+    """They hold the state of the run. What no head has left behind, an empty number or a last record, is no run."""
+    dead = replace(HEAD, life=False)
+    for sight, due_s in ((dead, 0.0), (HEAD, SILENCE_S)):
+        assert seen(sight, (due_s + 1.9, sight), head_start_s=HEAD_START_S)[-1] is Action.WAIT
+        assert seen(sight, (due_s + 1.9, sight))[-1] is Action.CLAIM  # a launcher of the run
+        assert seen(sight, (due_s + 2.0, sight), head_start_s=HEAD_START_S)[-1] is Action.CLAIM
+    assert seen(replace(ENDED, life=False), head_start_s=HEAD_START_S) == [Action.CLAIM]
+    assert seen(EMPTY, (SILENCE_S, EMPTY), head_start_s=HEAD_START_S)[-1] is Action.CLAIM
+    follows = replace(HEAD, number=4, nonce="m", life=True)  # one of them has taken its place meanwhile
+    assert seen(dead, (1.0, follows), head_start_s=HEAD_START_S)[-1] is Action.FOLLOW
 
 
 def test_a_heart_that_beats_once_is_followed_even_late() -> None:

@@ -445,20 +445,20 @@ STEP_KNOWS_NOTHING_OF = ("hetseq.parallel", "hetseq.checkpoint", "torch.distribu
 
 
 def leaks(tree: ast.Module) -> Iterator[str]:
-    """What of sharding, collectives or checkpoints a controller knows; in `train_step` no test of a type either."""
+    """What of sharding, collectives or checkpoints a controller knows; in `step` no test of a type either."""
     for node, name in _names(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and name.startswith(STEP_KNOWS_NOTHING_OF):
             yield f"{node.lineno}: {name}"
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name == "train_step":
+        if isinstance(function, ast.FunctionDef) and function.name == "step":
             for node, name in _names(function):
                 if name == "isinstance" or name.endswith((".config.parallel", ".config.distributed")):
-                    yield f"{node.lineno}: {name} in train_step"
+                    yield f"{node.lineno}: {name} in step"
 
 
 def test_a_step_knows_nothing_of_sharding_and_checkpoints() -> None:
     assert list(leaks(_tree(ROOT / "hetseq" / "training" / "controller.py"))) == []
-    bad = "from hetseq.parallel.replica import Replica\ndef train_step(self):\n    isinstance(self, int)"
+    bad = "from hetseq.parallel.replica import Replica\ndef step(self):\n    isinstance(self, int)"
     assert len(list(leaks(ast.parse(bad)))) >= 2
 
 

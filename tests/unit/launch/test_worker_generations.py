@@ -17,6 +17,7 @@ from hetseq.comm.group import LocalGroup
 from hetseq.errors import EXIT_FAILED, PeerLostError
 from hetseq.launch import worker
 from hetseq.training.controller import Halt
+from hetseq.training.step_engine import Between, Engine, Settled, drive
 
 
 class FakeSession:
@@ -29,8 +30,9 @@ class FakeSession:
         self.controller = SimpleNamespace(has_ended=lambda: False, state=SimpleNamespace(updates=7))
         self.saver = SimpleNamespace(last_error=None, failures=[], writes_here=True, last_step=6)
 
-    def train(self) -> Halt:
+    def steps(self) -> Engine[Halt]:
         return self.halt
+        yield  # a session that trains is an engine
 
     def suspend(self) -> None:
         self.diary.append("suspend")
@@ -44,7 +46,7 @@ def trained(session: FakeSession) -> dict[str, Any] | str:
     life: Any = object.__new__(worker._Life)
     life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _tell_versions=mock.Mock())
     life._build = lambda config, generation: session
-    return life._train(worker._Generation(GenerationRanks(0, (0,), ("a",)), None))
+    return drive(life._train(worker._Generation(GenerationRanks(0, (0,), ("a",)), None)))
 
 
 def test_a_session_that_others_go_on_from_is_left_for_the_succession_which_waits_for_no_writer() -> None:
@@ -135,3 +137,26 @@ def test_saves_that_failed_are_counted_at_the_end(
     saver: Any = SimpleNamespace(last_error=None, failures=failures, writes_here=True)
     worker._repeat_failures(saver, has_ended=True)
     assert caplog.messages == told
+
+
+def test_a_driver_hears_of_each_step_once_though_generations_end_around_it() -> None:
+    """Caught up after the loss: the step is news. Lost in what follows a step: the driver ends that first."""
+
+    def unsettled(*, caught_up: object = None, is_settling: bool = False) -> object:
+        session: Any = SimpleNamespace(caught_up=caught_up, controller=SimpleNamespace(is_settling=is_settling))
+        return worker._unsettled(replace(generation, session=session))
+
+    generation = worker._Generation(GenerationRanks(0, (0,), ("a",)), None)
+    result: Any = object()
+    assert unsettled() is None
+    assert unsettled(caught_up=result) == Settled(result)
+    assert unsettled(is_settling=True) == Between()
+
+    following = replace(generation, unsettled=Settled(result))
+    asked = worker._settle(following)
+    assert next(asked) == Settled(result)
+    with pytest.raises(PeerLostError):  # again, while the driver is at work after that step
+        asked.throw(PeerLostError("rank 1"))
+    assert worker._unsettled(following) == Between()
+    drive(worker._settle(following))
+    assert worker._unsettled(following) is None

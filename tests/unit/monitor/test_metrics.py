@@ -339,7 +339,7 @@ def test_tensorboard_reads_what_was_logged(make: Make, directory: RunDirectory) 
         "train/grad_norm": [(1, 4.0)],
         "train/samples_per_s": [(1, 128.0), (2, 128.0)],
         "train/cls": [(1, 1.5)],
-        "valid/valid/loss": [(2, 0.5)],
+        "valid/loss": [(2, 0.5)],
     }
     [file] = directory.tensorboard.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
