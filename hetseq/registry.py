@@ -207,8 +207,8 @@ def is_included(kind: str, name: str) -> bool:
     return name in _INCLUDED[kind]
 
 
-def included(kind: str) -> tuple[str, ...]:
-    """The names of a kind that come with HetSeq."""
+def included_names(kind: str) -> tuple[str, ...]:
+    """The names that come with HetSeq."""
     return tuple(_INCLUDED[kind])
 
 

@@ -76,7 +76,7 @@ def _meant_by(word: str) -> str | None:
     """The flag and value that a word without a flag probably means."""
     if word.endswith((".yaml", ".yml")):
         return f"--config {word}"
-    task = word if registry.is_address(word) else registry.nearest(word, registry.included("task"))
+    task = word if registry.is_address(word) else registry.nearest(word, registry.included_names("task"))
     return f"--task {task}" if task else None
 
 

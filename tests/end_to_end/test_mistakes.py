@@ -217,7 +217,7 @@ MISTAKES = [
     Mistake(34, f"{RUN} --task good.py:Mine --save-dir trained --global-batch-size 12", "checkpoint-refused",
             "--global-batch-size 12", "8 samples", "leave it out", is_warm=True),
     Mistake(35, f"{RUN} --task good.py:Mine --save-dir resumed --max-update 6 --lr 0.5", "", "--lr 0.001 -> 0.5",
-            "changed since step 4", "-", EXIT_DONE, "(?=changed since)", is_warm=True),
+            "changed since step 4", "", EXIT_DONE, "(?=changed since)", is_warm=True),
     Mistake(45, f"{RUN} --task wide.py:Mine --save-dir trained --max-update 6", "checkpoint-refused", "another model",
             r"model\.", "choose another --save-dir", is_warm=True),
     Mistake(48, f"{RUN} --task good.py:Mine --save-dir good.py", "save-dir-unusable", "good.py is a file",
@@ -386,11 +386,10 @@ def test_of_fifty_mistakes_at_least_48_are_answered_in_full(answers: Answers) ->
             answer = answers.of(mistake)
         except pytest.skip.Exception as skipped:
             print(f"{mistake.number:>3}  not tried here: {skipped}")
-            full.append(mistake.number)
             continue
         missing = lacking(mistake, answer)
         line = answer_in(mistake, answer.err).partition("\n")[0]
         print(f"{mistake.number:>3}  {answer.code:>3}  {f'lacks {missing}: ' if missing else ''}{line[:200]}")
-        full += [] if missing else [mistake.number]
+        full += [] if missing or mistake.number in EXCEPTIONS else [mistake.number]
     print(f"{len(full)} of {len(MISTAKES)} say what was found, what was expected and the remedy")
     assert len(full) >= 48
