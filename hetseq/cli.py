@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None, *, save_dir: str | None = None) -> i
         return 0
     name = words[0]
     if name not in COMMANDS:
-        hint = nearest(name, COMMANDS)
+        hint = nearest(name, [*COMMANDS, "--version", "--help"])
         options_of_train = " (options of a training run come after `hetseq train`)" if name.startswith("-") else ""
         remedy = f"did you mean {hint!r}?" if hint else "`hetseq --help` lists them"
-        print(f"hetseq: unknown command {name!r}{options_of_train}; {remedy}", file=sys.stderr)
+        print(f"hetseq: unknown command {name!r}{options_of_train}; {remedy} [command-unknown]", file=sys.stderr)
         return EXIT_USAGE
     module, _, function = COMMANDS[name][0].partition(":")
     try:

@@ -145,7 +145,9 @@ CODES = {
     "data-differ": "The nodes read different data.",
     "loss-differs": "The nodes compute different losses for the same samples.",
     # a node cannot begin
+    "command-unknown": "HetSeq has no command of that name.",
     "option-refused": "An option, or several together, cannot be meant.",
+    "file-missing": "A file that the command names does not exist.",
     "device-missing": "This node does not show the GPU that was asked for.",
     "device-unusable": "A GPU of this node cannot be used by this torch, or by this process.",
     "run-in-use": "Another run uses the run directory.",
@@ -153,6 +155,10 @@ CODES = {
     "data-unreadable": "A file of the data is missing, empty, cut short or something else.",
     "task-broken": "The task breaks its contract.",
     "checkpoint-refused": "A checkpoint is missing, damaged, or of another run.",
+    # a command looks at a run
+    "run-missing": "The path is not the directory of a run.",
+    "run-not-training": "The run has not started, or it has ended.",
+    "node-missing": "No rank of the run is on that node.",
     # while it trains
     "worker-died": "The process of a rank was killed or has crashed.",
     "worker-silent": "A rank did not answer within `--step-deadline`.",

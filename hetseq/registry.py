@@ -110,13 +110,10 @@ def find_task(name: str, *, user_dir: str | None = None) -> type[Any]:
         task = _find_named("task", name)
     else:
         place, attribute = address
-        module = _load_file(_task_file(place)) if place.endswith(".py") else _import_module(place)
+        module = _load_file(_task_file(place)) if place.endswith(".py") else _import_module(place, attribute)
         task = _get(module, attribute, place) if attribute else _only_task(module, place)
     if not (isinstance(task, type) and issubclass(task, _task_base())):
-        raise TaskFileError(
-            f"--task {name}: {getattr(task, '__name__', task)} is not a task: expected a class that inherits from Task,"
-            " as in `from hetseq import Task` and `class Spirals(Task):`"
-        )
+        raise _not_a_task(name, getattr(task, "__name__", task))
     return task
 
 
@@ -184,6 +181,8 @@ def check_address(name: str) -> None:
         return
     if attribute and attribute not in bound.names:
         raise _no_such_name(place, attribute, bound.classes)
+    if attribute in bound.plain_classes:
+        raise _not_a_task(name, attribute)
 
 
 def check_user_dir(user_dir: str | None) -> None:
@@ -294,7 +293,11 @@ def _module_of(thing: object) -> str:
 
 
 def _file_of(thing: object) -> str | None:
-    return getattr(sys.modules.get(_module_of(thing)), "__file__", None)
+    return _file_of_module(_module_of(thing))
+
+
+def _file_of_module(name: str) -> str | None:
+    return getattr(sys.modules.get(name), "__file__", None)
 
 
 def _place(thing: object) -> str:
@@ -351,7 +354,7 @@ def _import_tasks(place: str) -> ModuleType:
         raise _import_failure(place, error) from error
 
 
-def _import_module(place: str) -> ModuleType:
+def _import_module(place: str, attribute: str) -> ModuleType:
     if not all(part.isidentifier() for part in place.split(".")):
         raise TaskFileError(
             f"--task {place}:...: expected package.module:Class, or a file whose name ends in .py, as in"
@@ -363,6 +366,13 @@ def _import_module(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{place}.".startswith(f"{error.name}."):
+            hidden = Path(*place.split(".")).with_suffix(".py")
+            first = place.partition(".")[0]
+            if hidden.is_file() and first in sys.modules:
+                raise TaskFileError(
+                    f"--task {place}:{attribute}: the package {first} of {_file_of_module(first)} hides"
+                    f" {hidden.absolute()}: name the file, as in --task {hidden}:{attribute or 'MyTask'}"
+                ) from None
             raise TaskFileError(
                 f"--task {place}:...: there is no module {error.name}, neither installed nor in {Path.cwd()};"
                 " a file is named with its ending, as in my_task.py:MyTask"
@@ -377,8 +387,12 @@ def _import_module(place: str) -> ModuleType:
 def _task_file(place: str) -> Path:
     path = Path(place).expanduser()
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise TaskFileError(f"--task {place}: {found}; expected a Python file, seen from {Path.cwd()}")
+        expected = f"expected a Python file, seen from {Path.cwd()}"
+        if path.is_dir():
+            raise TaskFileError(f"--task {place}: is a folder; {expected}")
+        guess = nearest(path.name, (beside.name for beside in path.parent.glob("*.py")))
+        hint = f"; did you mean {path.with_name(guess)}?" if guess else ""
+        raise TaskFileError(f"--task {place}: does not exist; {expected}{hint} [file-missing]")
     return path
 
 
@@ -457,6 +471,13 @@ def _get(module: ModuleType, attribute: str, place: str) -> Any:
     if not hasattr(module, attribute):
         raise _no_such_name(place, attribute, [name for name, value in vars(module).items() if isinstance(value, type)])
     return getattr(module, attribute)
+
+
+def _not_a_task(name: str, found: object) -> TaskFileError:
+    return TaskFileError(
+        f"--task {name}: {found} is not a task: expected a class that inherits from Task, as in `from hetseq import"
+        " Task` and `class Spirals(Task):`"
+    )
 
 
 def _no_such_name(place: str, attribute: str, classes: Iterable[str]) -> TaskFileError:

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, default_collate
 from hetseq.config.sections import Config
 from hetseq.data.plan import Indices, Lengths
 from hetseq.errors import ConfigError, MissingSplitError, TaskError, TaskFileError
+from hetseq.registry import nearest
 
 #: a term's sum over one micro-batch, by term
 Sums = dict[str, torch.Tensor]
@@ -86,11 +87,11 @@ class Task:
         a list of the paths that it reads: then names, sizes and blocks of these files are compared as well. With
         `vocabulary_digest`, a text that identifies its vocabulary, it resumes from no checkpoint with another one.
         """
-        raise TaskFileError(f"{type(self).__name__} has no load_dataset(split)")
+        raise _missing(self, "load_dataset", "(split)", "the samples of a split")
 
     def build_model(self) -> torch.nn.Module:
         """The model, on the CPU; the seed is set before."""
-        raise TaskFileError(f"{type(self).__name__} has no build_model()")
+        raise _missing(self, "build_model", "()", "the model")
 
     def count(self, sample: Any) -> dict[str, float] | None:
         """The denominator of each term, from the collated micro-batch alone; None: its samples, as "loss"."""
@@ -159,6 +160,16 @@ def weights_of(task: Task, terms: Sequence[str]) -> tuple[float, ...]:
 def is_overridden(task: Task, name: str) -> bool:
     """Whether the task has its own method `name`."""
     return getattr(type(task), name) is not getattr(Task, name)
+
+
+def _missing(task: Task, name: str, arguments: str, what: str) -> TaskFileError:
+    """The error for a task without a method that it needs; the method may be there with its name misspelt."""
+    own = [word for word in dir(type(task)) if not hasattr(Task, word)]
+    guess = nearest(name, own)
+    remedy = f"it has {guess}: rename that to {name}" if guess else "write one"
+    return TaskFileError(
+        f"{type(task).__name__} has no {name}{arguments}: expected a method that returns {what}; {remedy}"
+    )
 
 
 def no_predictions(task: Task) -> TaskFileError:
@@ -263,7 +274,10 @@ def check_sums(task: Task, sums: Any, terms: Sequence[str]) -> Sums:
     for term, value in sums.items():
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TaskError(f"{name}.loss gave {shape} for {term!r}: expected the sum, a tensor without dimensions")
+            raise TaskError(
+                f"{name}.loss gave {shape} for {term!r}: expected the sum, a tensor without dimensions, as from .sum()"
+                " without .item()"
+            )
     return sums
 
 

@@ -108,7 +108,8 @@ def _of_step(step: int, root: Path) -> Choice:
         steps = sorted({commit.identity.step for commit in found.commits})
         known = ", ".join(str(number) for number in steps[-10:]) or "none"
         raise CheckpointRefused(
-            f"{root} holds no usable checkpoint of step {step}{_also(refused)}: the newest steps are {known}"
+            f"{root} holds no usable checkpoint of step {step}{_also(refused)}: the newest steps are {known}; `hetseq"
+            f" checkpoints list {root.parent}` lists all"
         )
     return Choice(commits[:1], IN_CHECKPOINTS, is_explicit=True)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from hetseq.config.command_line import Argument, Command
 from hetseq.errors import ConfigError
 from hetseq.launch import leave_request
+from hetseq.registry import nearest
 from hetseq.run_directory import RunDirectory
 from hetseq.which_run import existing_run
 
@@ -46,9 +47,17 @@ def drop(words: Sequence[str]) -> str:
     directory, node = existing_run(Path(given["RUN"])), given["NODE"]
     nodes = living_nodes(directory)
     if not nodes:
-        raise ConfigError(f"{directory.path} is not a run in progress: its status/ has no living rank")
+        state = "has ended" if any(directory.status.glob("rank-*.json")) else "has not started"
+        raise ConfigError(
+            f"{directory.path} {state}, as its status/ has no living rank: expected a run in progress; `hetseq top"
+            f" {directory.path}` shows its state [run-not-training]"
+        )
     if node not in nodes:
-        raise ConfigError(f"no rank of this run is on {node}: its nodes are {', '.join(sorted(nodes))}")
+        guess = nearest(node, nodes)
+        hint = f"; did you mean {guess}?" if guess else ""
+        raise ConfigError(
+            f"no rank of this run is on {node}: its nodes are {', '.join(sorted(nodes))}{hint} [node-missing]"
+        )
     leave_request.ask(directory, node)
     ranks = ", ".join(map(str, sorted(nodes[node])))
     return f"{node} (rank {ranks}) is asked to leave: it finishes its step and ends with exit code 0"

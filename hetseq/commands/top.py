@@ -66,7 +66,8 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     signs = look.signs()
     if not signs and look.start() is None:
         raise ConfigError(
-            f"{arguments.run} is not a run that has started: its status/ has no rank; expected the --save-dir of one"
+            f"{arguments.run} has not started, as its status/ has no rank and no launcher uses it: expected a run that"
+            f" has; start it with `hetseq train --save-dir {arguments.run}` [run-not-training]"
         )
     with suppress(KeyboardInterrupt):
         if arguments.is_once:

@@ -37,15 +37,17 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
     if config_file is None and not wants_help:
         raise ConfigError(f"{config_flag} has no value: expected --config FILE")
     found: dict[str, Found] = {}
+    refused: list[str] = []
     for name, (spelling, text) in given.items():
         item, spelling = catalogue[name], typed.get(spelling, spelling)
         if text is None and item.kind is bool and not item.is_list:
             text = "true"
         try:
             found[name] = Found(_read_flag(item, spelling, text), spelling)
-        except ConfigError:
-            if not wants_help:  # with --help, a wrong value is no error
-                raise
+        except ConfigError as error:
+            refused.append(str(error))
+    if refused and not wants_help:  # with --help, a wrong value is no error
+        raise ConfigError("; ".join(refused))
     leftovers = [Found(typed.get(word.partition("=")[0], word), "") for word in unknown]
     return Reading(found, leftovers, config_file or None, wants_help, wants_all)
 
@@ -53,21 +55,31 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
 def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option], also: Collection[str] = ()) -> None:
     """Raise ConfigError for unknown words and keys, each with the nearest name; `also`: further flags."""
     flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help", "--help-all", *also]
+    refused = []
     for word in [entry.value for entry in line.unknown]:
         if word.startswith("-") and word.strip("-"):
             guess = registry.nearest(word.replace("_", "-"), flags)
             hint = f"did you mean {guess}?" if guess else "`hetseq train --help-all` lists them"
-            raise ConfigError(f"unknown option {word}: {hint}")
+            refused.append(f"unknown option {word}: {hint}")
+    if refused:
+        raise ConfigError("; ".join(refused))
     for entry in line.unknown:
-        raise ConfigError(
-            f"unexpected argument {entry.value!r}: a value comes after its flag, and a list is written with commas,"
-            " as in 1,2,4"
-        )
+        meant = _meant_by(entry.value) if "task" not in line.found else None
+        hint = f": did you mean {meant}?" if meant else ", and a list is written with commas, as in 1,2,4"
+        raise ConfigError(f"unexpected argument {entry.value!r}: a value comes after its flag{hint}")
     keys = [name.lstrip("-").replace("-", "_") for item in catalogue.values() for name in item.flags]
     for entry in file.unknown:
         guess = registry.nearest(entry.value, keys)
         hint = f"did you mean {guess}?" if guess else "`hetseq train --help-all` lists the options"
         raise ConfigError(f"{entry.where}: unknown option {entry.value}: {hint}")
+
+
+def _meant_by(word: str) -> str | None:
+    """The flag and value that a word without a flag probably means."""
+    if word.endswith((".yaml", ".yml")):
+        return f"--config {word}"
+    task = word if registry.is_address(word) else registry.nearest(word, registry.included_names("task"))
+    return f"--task {task}" if task else None
 
 
 class _Parser(argparse.ArgumentParser):

@@ -325,7 +325,7 @@ class OptimizationConfig:
         if self.lr is not None:
             _require(bool(self.lr), "lr", "''", "at least one number, as in 0.1 or 0.1,0.05")
             for rate in self.lr:
-                _require(rate > 0, "lr", rate, "numbers above 0")
+                _require(rate > 0, "lr", rate, "numbers above 0, as in 0.1 or 0.1,0.05")
         _check_not_negative(
             self,
             "max_epoch",

@@ -16,6 +16,7 @@ from hetseq.config.docs_page import title_of
 from hetseq.config.fields import Found, Option, Reading, given_retired
 from hetseq.config.sections import Config, RetiredConfig, flag
 from hetseq.errors import ConfigError
+from hetseq.registry import nearest
 
 if TYPE_CHECKING:
     import yaml
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 FIRST_LINE = "# HetSeq run configuration; repeat the run with: hetseq train --config THIS_FILE"
 
+_EXPECTED = "expected one `option: value` per line"
 _TAG = "tag:yaml.org,2002:"  # of YAML's own types
 _NULL = f"{_TAG}null"
 
@@ -61,19 +63,23 @@ def compose(path: str | None) -> list[Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{line}: not YAML: {error.problem or error.context}") from None
+        raise ConfigError(
+            f"{path}{line}: not YAML: {error.problem or error.context}; {_EXPECTED}, with text that holds a colon in"
+            " quotes"
+        ) from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"{path}: not a text file: character U+{error.character:04X} at position {error.position}; --config"
             " expects YAML"
         ) from None
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply; expected one `option: value` per line") from None
+        raise ConfigError(f"{path}: nested too deeply; {_EXPECTED}") from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _NULL):  # an empty file, or `---` alone
         return []
     if not isinstance(root, yaml.MappingNode):
+        found = "a list" if isinstance(root, yaml.SequenceNode) else "text without a colon"
         raise ConfigError(
-            f"{path}, line {root.start_mark.line + 1}: expected one `option: value` per line, as in `batch_size: 32`"
+            f"{path}, line {root.start_mark.line + 1}: found {found}; {_EXPECTED}, as in `batch_size: 32`"
         )
     return list(root.value)
 
@@ -100,7 +106,13 @@ def _read_text(path: str) -> str:
     try:
         content = Path(path).expanduser().read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: there is no such file, seen from {Path.cwd()}") from None
+        beside = (file.name for file in Path(path).expanduser().parent.glob("*.y*ml"))
+        guess = nearest(Path(path).name, beside)
+        hint = f"; did you mean {Path(path).with_name(guess)}?" if guess else ""
+        raise ConfigError(
+            f"--config {path}: there is no such file, seen from {Path.cwd()}; expected a YAML file of options{hint}"
+            " [file-missing]"
+        ) from None
     except IsADirectoryError:
         inside = Path(path) / "config.yaml"
         raise ConfigError(f"--config {path}: is a folder; expected a file, as in {inside}") from None

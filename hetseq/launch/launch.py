@@ -32,7 +32,7 @@ from hetseq.launch.early_checks import check_command
 from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.launch.launcher import Launcher
 from hetseq.launch.run_directory_guard import in_use
-from hetseq.launch.visible_gpus import visible_gpus
+from hetseq.launch.visible_gpus import cpu_build, visible_gpus
 from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.launch.worker_watch import may_go_on
 from hetseq.run_directory import RunDirectory
@@ -58,6 +58,8 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
         raise refusal
     if refusal is not None:  # at once; the others are told when this node has found them
         _say(f"{text_of(refusal)}; telling the other nodes")
+    if not is_among_others:
+        _check_weights(config.distributed)
     choice = AppliedEnvironment(config.distributed)
     if seen is not None:
         choice = choose(config.distributed, seen, gpus=visible_gpus)
@@ -99,6 +101,13 @@ def _refusal_of(config: Config) -> HetSeqError | None:
     except HetSeqError as error:
         return error
     return None
+
+
+def _check_weights(config: DistributedConfig) -> None:
+    """Compare weights with a number of ranks that is known before GPUs are counted, which takes seconds."""
+    ranks = config.distributed_world_size or len(config.devices) or config.distributed_gpus
+    if ranks:
+        config.check_world(ranks)
 
 
 def _see(config: DistributedConfig) -> Seen | None:
@@ -228,13 +237,11 @@ def _check_devices(devices: list[str], said: str) -> list[str]:
 
 def _what_is_there(visible: int) -> str:
     """The GPUs of this node, and a remedy."""
-    import torch
-
     if visible:
         only = "only cuda:0" if visible == 1 else f"only cuda:0 to cuda:{visible - 1}"
         return f"{only} (nvidia-smi and CUDA_VISIBLE_DEVICES tell why): name devices that it shows"
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"no GPU, as its torch {torch.__version__} is built for CPUs: install another torch, name cpu instead"
+    if build := cpu_build():
+        return f"no GPU, as its torch {build} is built for CPUs: install another torch, name cpu instead"
     return "no GPU (nvidia-smi and CUDA_VISIBLE_DEVICES tell why): name cpu instead"
 
 

@@ -66,7 +66,7 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.device_memory import is_exhausted, where_exhausted
 from hetseq.system.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.system.rank_phase import Cell, Phase
-from hetseq.system.task_failure import summary, trace_of
+from hetseq.system.task_failure import FAILED, summary, trace_of
 from hetseq.training.controller import Halt
 from hetseq.training.replica_check import ReplicasDiffer
 from hetseq.training.step_engine import Between, Engine, Settled, drive
@@ -552,7 +552,7 @@ def _report_of_failure(
         )
     code = _exit_code(error, is_ready=is_ready)
     message = _text_of(error)
-    if summary(error) and not has_log:
+    if message.startswith(FAILED) and not has_log:
         message = f"{message}\nfull traceback:\n{trace_of(error)}"
     return {"code": code, "message": message, "is_secondary": isinstance(error, PeerLostError)}
 

@@ -1,4 +1,4 @@
-"""Warnings about steps that look healthy but are not: a loss that is not finite, a gradient that is exactly 0.
+"""Warnings about steps that are applied but not healthy: a loss that explodes or is not finite, a gradient of 0.
 
 A gradient that is not finite is never applied, and the controller reports it. A loss can still be not finite, for
 example in a masked or detached term. The checks use the rows of the commit, so they cost nothing and every rank gets
@@ -18,6 +18,8 @@ from hetseq.training.step_engine import StepResult
 
 logger = logging.getLogger(__name__)
 
+_DIVERGED = 1e4  # times the first loss of a start; lr 1e30 gives 1e29 times, a bad minute of a good run 10 times
+_REMEDY = "lower --lr, or look at the named samples and at parts of the loss that have no gradient"
 _TOLD_AT_FIRST = 3  # then whenever their number has doubled
 
 
@@ -30,7 +32,8 @@ class StepWatch:
         self._terms, self._metrics, self._most, self._group_of = terms, metrics, most, group_of
         self._level = logging.WARNING if rank == 0 else logging.INFO  # all ranks see the same steps
         self._seen = self._in_a_row = 0
-        self._has_told_of_zero = False
+        self._has_told_of_zero = self._has_told_of_growth = False
+        self._first: tuple[int, float] | None = None  # step and loss
 
     def see(self, result: StepResult) -> None:
         """Warn about a step that is not healthy. Raises NonFiniteError after `most` steps in a row without a loss."""
@@ -40,6 +43,7 @@ class StepWatch:
             self._tell_of_loss(result)
         else:
             self._in_a_row = 0
+            self._compare_with_first(result.plan.step, result.loss)
         if result.grad_norm == 0 and not self._has_told_of_zero:
             self._has_told_of_zero = True
             self._tell_of_zero(result)
@@ -51,12 +55,22 @@ class StepWatch:
         message = f"step {step}: the loss is not finite, though its gradient is and was applied; {blamed}"
         if self._seen <= _TOLD_AT_FIRST or self._seen & (self._seen - 1) == 0:
             self._metrics.event("loss_not_finite", step=step, what=blamed, steps=self._seen)
-            logger.log(self._level, message)
+            logger.log(self._level, "%s: %s", message, _REMEDY)
         if self._in_a_row >= self._most:
             raise NonFiniteError(
-                f"{message}. {self._in_a_row} steps in a row had such a loss (--max-skipped-steps): look at the named"
-                " samples, and at parts of the loss that have no gradient"
+                f"{message}. {self._in_a_row} steps in a row had such a loss (--max-skipped-steps): {_REMEDY}"
             )
+
+    def _compare_with_first(self, step: int, loss: float) -> None:
+        if self._first is None:
+            self._first = step, loss
+        elif abs(loss) > _DIVERGED * abs(self._first[1]) > 0 and not self._has_told_of_growth:
+            self._has_told_of_growth = True
+            logger.log(
+                self._level,
+                "step %d: the loss is %.4g, and was %.4g in step %d: training diverges; lower --lr, or raise"
+                " --warmup-updates", step, loss, self._first[1], self._first[0],
+            )  # fmt: skip
 
     def _tell_of_zero(self, result: StepResult) -> None:
         step = result.plan.step

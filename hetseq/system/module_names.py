@@ -21,6 +21,7 @@ class BoundNames:
 
     names: frozenset[str]
     classes: tuple[str, ...]  # of these, by a class statement or by an import
+    plain_classes: tuple[str, ...]  # of these, classes without a base or decorator, which nothing else binds
     may_have_more: bool  # names that its syntax does not show
 
 
@@ -31,12 +32,18 @@ def bound_names(module: ast.Module) -> BoundNames:
     functions = [node for node in top if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     aliases = [alias for node in top if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
     imported = [(alias.asname or alias.name).partition(".")[0] for alias in aliases]
-    names = {*defined, *imported, *(function.name for function in functions), *_names_in(top)}
     everywhere = list(ast.walk(module))
-    names.update(name for node in everywhere if isinstance(node, ast.Global) for name in node.names)
+    made_global = [name for node in everywhere if isinstance(node, ast.Global) for name in node.names]
+    bound = [*defined, *imported, *(function.name for function in functions), *_names_in(top), *made_global]
+    plain = [
+        node.name
+        for node in top
+        if isinstance(node, ast.ClassDef) and not (node.bases or node.keywords or node.decorator_list)
+    ]
     return BoundNames(
-        frozenset(names),
+        frozenset(bound),
         (*defined, *(name for name in imported if name[:1].isupper())),
+        tuple(name for name in plain if bound.count(name) == 1),
         may_have_more=any(alias.name == "*" for alias in aliases) or any(map(_is_hidden_way, everywhere)),
     )
 

@@ -167,8 +167,13 @@ def test_a_refusal_names_its_command_once(tmp_path: Path, capsys: pytest.Capture
         (["top", str(tmp_path)], f"hetseq top: {tmp_path} is no run directory"),
         (["checkpoints", "prune", "x"], "hetseq checkpoints prune: --keep N is missing"),
         (["train", "--lrr", "1"], "hetseq: unknown option --lrr"),
-        (["bogus"], "hetseq: unknown command 'bogus'; `hetseq --help` lists them"),
-        (["selftst"], "hetseq: unknown command 'selftst'; did you mean 'selftest'?"),
+        (["bogus"], "hetseq: unknown command 'bogus'; `hetseq --help` lists them [command-unknown]"),
+        (["selftst"], "hetseq: unknown command 'selftst'; did you mean 'selftest'? [command-unknown]"),
+        (
+            ["--verison"],
+            "hetseq: unknown command '--verison' (options of a training run come after `hetseq train`); did you mean"
+            " '--version'? [command-unknown]",
+        ),
     ):
         assert main(words) == 2
         told = capsys.readouterr()

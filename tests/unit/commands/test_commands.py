@@ -22,6 +22,7 @@ from hetseq.commands import evaluate
 from hetseq.commands.checkpoints import command as checkpoints
 from hetseq.commands.plan import command as whatif
 from hetseq.config.command_line import Command, CommandOption, CommandRefused
+from hetseq.run_directory import MARKER
 from tests.support.docs import ROOT, pages, shell_blocks
 from tests.unit.house.test_messages import GAP, error_texts
 
@@ -142,6 +143,45 @@ def test_a_path_that_is_no_run_is_refused_in_one_line(
     assert line.count("hetseq") == 1
     assert kind in line
     assert "expected" in line
+
+
+def test_a_run_near_the_path_is_named(tmp_path: Path) -> None:
+    for name in ("mnist", "runs/bert", "runs/gpt"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    questions = {
+        "mnits": "mnits does not exist: expected the --save-dir of a run; did you mean mnist? [run-missing]",
+        "brt": "brt does not exist: expected the --save-dir of a run; did you mean runs/bert? [run-missing]",
+        "zz": "zz does not exist: expected the --save-dir of a run; runs near it are mnist, runs/bert, runs/gpt"
+        " [run-missing]",
+        "runs": "runs is no run directory, as no file in it was written by a run: expected the --save-dir of a run;"
+        " runs near it are mnist, runs/bert, runs/gpt [run-missing]",
+        "mnist/log": "mnist/log does not exist: expected the --save-dir of a run; did you mean mnist? [run-missing]",
+    }
+    answers = ask(tmp_path, [(80, ["top", path]) for path in questions])
+    assert [answer.err for answer in answers] == [f"hetseq top: {line}\n" for line in questions.values()]
+
+
+def test_a_run_that_does_not_train_and_a_node_that_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{MARKER}\n")
+    questions = [["top", ".", "--once"], ["drop", ".", "labA"]]
+    begun = ask(tmp_path, [(80, words) for words in questions])
+    (tmp_path / "status").mkdir()
+    rank = {"step": 3, "state": "done", "pid": 7, "node": "labA", "device": "cpu", "run": {}}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(rank))
+    (ended,) = ask(tmp_path, [(80, ["drop", ".", "labA"])])
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps({**rank, "state": "train"}))
+    (lacking,) = ask(tmp_path, [(80, ["drop", ".", "laba"])])
+    assert [answer.err for answer in (*begun, ended, lacking)] == [
+        "hetseq top: . has not started, as its status/ has no rank and no launcher uses it: expected a run that has;"
+        " start it with `hetseq train --save-dir .` [run-not-training]\n",
+        "hetseq drop: . has not started, as its status/ has no living rank: expected a run in progress; `hetseq top .`"
+        " shows its state [run-not-training]\n",
+        "hetseq drop: . has ended, as its status/ has no living rank: expected a run in progress; `hetseq top .` shows"
+        " its state [run-not-training]\n",
+        "hetseq drop: no rank of this run is on laba: its nodes are labA; did you mean labA? [node-missing]\n",
+    ]
+    assert {answer.code for answer in (*begun, ended, lacking)} == {2}
 
 
 def test_no_command_that_is_given_a_run_is_left_out() -> None:

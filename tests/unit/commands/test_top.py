@@ -577,5 +577,5 @@ def test_whatever_rows_and_events_say_there_is_a_view(tmp_path: Path) -> None:
 def test_a_directory_without_ranks_or_launcher_is_refused(tmp_path: Path) -> None:
     launched(tmp_path)
     (tmp_path / ".lock").write_text("")
-    with pytest.raises(ConfigError, match="is not a run that has started: its status/ has no rank"):
+    with pytest.raises(ConfigError, match="has not started, as its status/ has no rank and no launcher uses it"):
         run([str(tmp_path), "--once"], print)

@@ -263,6 +263,21 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
         (["--distributed-gpus", "-1"], "--ranks -1: expected 0 or more (--ranks is from --distributed-gpus)"),
         (["--rank", "2"], "unknown option --rank: did you mean --ranks?"),
         (["--resum", "best"], "unknown option --resum: did you mean --resume?"),
+        (["mnist"], "unexpected argument 'mnist': a value comes after its flag: did you mean --task mnist?"),
+        (
+            ["mine.py:A"],
+            "unexpected argument 'mine.py:A': a value comes after its flag: did you mean --task mine.py:A?",
+        ),
+        (["a.yaml"], "unexpected argument 'a.yaml': a value comes after its flag: did you mean --config a.yaml?"),
+        (
+            ["--task", "gpt", "mnist"],
+            "unexpected argument 'mnist': a value comes after its flag, and a list is written",
+        ),
+        (
+            ["--lr", "a", "--seed", "b"],
+            "--lr a: expected numbers separated by commas, as in 0.1,0.05; --seed b: expected",
+        ),
+        (["--sed", "--lrr"], "unknown option --sed: did you mean --seed?; unknown option --lrr: did you mean --lr?"),
         (["--warmup-updates", "2.5"], "--warmup-updates 2.5: expected a whole number of steps, or a share of"),
         (["--warmup-updates", "9", "--total-num-update", "9"], "--warmup-updates 9 leaves nothing of --total-num-"),
         (
@@ -442,8 +457,9 @@ def test_an_empty_file_changes_nothing(tmp_path: Path, text: str) -> None:
         ("data: {max_sentences: 8}", "FILE, line 1: data is a mapping: expected text"),
         ("? [seed]\n: 7", "FILE, line 1: expected the name of an option before the colon"),
         ("<<: {seed: 7}", "FILE, line 1: unknown option <<"),
-        ("- seed", "FILE, line 1: expected one `option: value` per line, as in `batch_size: 32`"),
-        ("just words", "FILE, line 1: expected one `option: value` per line"),
+        ("- seed", "FILE, line 1: found a list; expected one `option: value` per line, as in `batch_size: 32`"),
+        ("just words", "FILE, line 1: found text without a colon; expected one `option: value` per line"),
+        ("seed: a: b", "FILE, line 1: not YAML: mapping values are not allowed here; expected one `option: value` per"),
         ("seed: 7\n---\nseed: 8\n", "FILE, line 2: not YAML: but found another document"),
         ("seed: 7\ncpu: [1,\n", "FILE, line 3: not YAML: "),
         ("seed: 7\n\tcpu: true\n", "FILE, line 2: not YAML: "),
@@ -462,6 +478,10 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, said: st
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     assert "there is no such file, seen from" in refusal("--config", str(file))
+    (tmp_path / "runs.yaml").write_text("")
+    assert refusal("--config", str(file)).endswith(
+        f"; expected a YAML file of options; did you mean {tmp_path / 'runs.yaml'}? [file-missing]"
+    )
     assert refusal("--config", str(tmp_path)) == (
         f"--config {tmp_path}: is a folder; expected a file, as in {tmp_path / 'config.yaml'}"
     )

@@ -300,3 +300,16 @@ def test_own_options_that_are_no_dataclass_are_refused(folder: Path) -> None:
 def test_the_nearest_name_is_a_guess_or_none() -> None:
     assert nearest("--MAX-SENTENCE", ["--max-tokens", "--max-sentences"]) == "--max-sentences"
     assert nearest("bert", ["mnist"]) is None
+
+
+def test_a_module_that_a_package_of_its_name_hides_is_named_with_the_way_out(folder: Path) -> None:
+    write(folder / "json" / "mine.py", "class Mine(Task): pass")
+    said = refusal(find_task, "json.mine:Mine")
+    assert said.startswith("--task json.mine:Mine: the package json of ")
+    assert said.endswith(f" hides {folder / 'json' / 'mine.py'}: name the file, as in --task json/mine.py:Mine")
+
+
+def test_a_file_that_is_missing_may_be_one_beside_it(folder: Path) -> None:
+    write(folder / "mine.py", "class Mine(Task): pass")
+    begin = f"--task mien.py: does not exist; expected a Python file, seen from {folder}"
+    assert refusal(find_task, "mien.py:Mine") == f"{begin}; did you mean mine.py? [file-missing]"

@@ -209,6 +209,22 @@ def test_a_build_model_that_gives_no_module_is_refused() -> None:
 # Data sets.
 
 
+class Misspelt(Task):
+    def build_modle(self) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+
+def test_a_method_that_is_missing_may_be_there_with_another_name() -> None:
+    task = make_task(Misspelt, Config())
+    assert said(TaskFileError, build_model, task) == (
+        "Misspelt has no build_model(): expected a method that returns the model; it has build_modle: rename that to"
+        " build_model"
+    )
+    assert said(TaskFileError, load_split, task, "train") == (
+        "Misspelt has no load_dataset(split): expected a method that returns the samples of a split; write one"
+    )
+
+
 def test_a_split_is_returned_or_kept_in_datasets() -> None:
     assert load_split(own(split=[1, 2]), "train") == [1, 2]
     old = own()

@@ -26,6 +26,7 @@ TASKS = {
     "outside.py": "x = 1\nreturn x\n",
     "bytes.py": "x = 'a\0b'\n",
     "none.py": "import torch\ndef main():\n    return 1\n",
+    "plain.py": "class Plain:\n    pass\nclass Twice:\n    pass\nTwice = type(str(Twice), (), {})\n",
     "star.py": "from good import *\n",
     "escape.py": "from hetseq import Task\nX = '\\d'\nclass Spirals(Task):\n    pass\n",
 }
@@ -37,6 +38,7 @@ REFUSED = {
     "a syntax error": "--task syntax.py:Spirals",
     "what only the compiler finds": "--task outside.py:Spirals",
     "a zero byte": "--task bytes.py:Spirals",
+    "a class of another kind": "--task plain.py:Plain",
     "an unknown name": "--task mnsit",
     "no folder of modules": "--task mine --user-dir missing",
     "a module with a syntax error": "--task mine --user-dir modules",
@@ -70,6 +72,7 @@ ACCEPTED = {
     "the one task of a file": "--task good.py",
     "a file without a class, whose import may fail first": "--task none.py",
     "a class that comes by a star": "--task star.py:Spirals",
+    "a class that is bound twice": "--task plain.py:Twice",
     "a file that Python warns of": "--task escape.py:Spirals",
     "a module": "--task package.module:Spirals",
     "a name that modules register": "--task mine --user-dir good",

@@ -11,7 +11,7 @@ import hetseq
 from hetseq.cluster.membership.assignment import InferenceJob
 from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge
 from hetseq.config import parse
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, ConfigError
 from hetseq.launch import launch as launch_module
 
 STOPPED = "stopped after step 7; the same command resumes from step 7"
@@ -137,3 +137,12 @@ def test_a_launcher_says_what_it_starts_before_workers_have_anything_to_say(
     assert said.pop() == f"hetseq {hetseq.__version__} · run runs/digits · {workers}\n"
     launch_module.launch(config, InferenceJob("/a/run"))  # its own --save-dir is a temporary folder
     assert said.pop() == f"hetseq {hetseq.__version__} · {workers}\n"
+
+
+@pytest.mark.parametrize("ranks", [["--ranks", "3"], ["--distributed-world-size", "3"]])
+def test_weights_are_compared_with_known_ranks_before_gpus_are_counted(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[str]
+) -> None:
+    monkeypatch.setattr(launch_module, "visible_gpus", lambda: pytest.fail("counted GPUs"))
+    with pytest.raises(ConfigError, match="--balance 5,2 gives 2 weights for 3 ranks: give one weight per rank"):
+        launch_module.launch(parse(["--balance", "5,2", *ranks, "--env", "none"]))

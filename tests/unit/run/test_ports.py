@@ -77,7 +77,8 @@ def test_a_loss_that_is_no_number_is_told_with_its_term_rank_and_samples(
     told = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert told[0] == (
         "step 2: the loss is not finite, though its gradient is and was applied; rank 0 produced it (loss term 'loss';"
-        " positions 8 to 15 of epoch 1)"
+        " positions 8 to 15 of epoch 1): lower --lr, or look at the named samples and at parts of the loss that have no"
+        " gradient"
     )
     assert len(told) == 3
 

@@ -67,3 +67,21 @@ def test_a_name_inside_a_function_or_a_class_is_none_of_the_file(source: str) ->
 )
 def test_a_file_that_may_bind_names_out_of_sight_says_so(source: str) -> None:
     assert bound_names(ast.parse(source)).may_have_more
+
+
+@pytest.mark.parametrize(
+    ("source", "plain"),
+    [
+        ("class Mine: pass", ("Mine",)),
+        ("class Mine(): pass", ("Mine",)),
+        ("class Mine(Task): pass", ()),
+        ("class Mine(metaclass=Task): pass", ()),
+        ("@task\nclass Mine: pass", ()),
+        ("class Mine: pass\nMine = make(Mine)", ()),
+        ("if x:\n    class Mine: pass\nelse:\n    class Mine(Task): pass", ()),
+        ("class Mine: pass\ndef f():\n    global Mine\n    Mine = 1\nf()", ()),
+        ("class Other:\n    class Mine: pass", ("Other",)),
+    ],
+)
+def test_a_class_is_plain_if_nothing_can_make_a_task_of_it(source: str, plain: tuple[str, ...]) -> None:
+    assert bound_names(ast.parse(source)).plain_classes == plain
