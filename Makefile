@@ -28,7 +28,7 @@ help:  ## this list
 demo: $(VENV)/.installed-demo  ## train digits on this machine with unequal ranks, about a minute after the installation
 	$(VENV)/bin/hetseq demo
 
-tour: $(VENV)/.installed-dev  ## what docs/tour.md shows, section by section, with the time that each takes
+tour: $(VENV)/.installed-dev  ## what docs/start/tour.md shows, section by section, with the time that each takes
 	$(PY) -m tests.tour
 
 quick: $(VENV)/.installed-dev  ## an answer to one change within three minutes; SINCE=COMMIT: to all since then
@@ -72,11 +72,12 @@ format: $(VENV)/.installed-dev  ## what of `make check` can be repaired by itsel
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(VENV)/.installed-dev docs/options.md  ## the manual, into site/
+docs: $(VENV)/.installed-dev docs/reference/options.md  ## the manual, into site/
+	$(PY) -m tests.manual --write
 	$(PY) -m mkdocs build --strict --quiet --site-dir site
 
 # committed, so that it can be read without installing anything; tests/unit/config/test_options.py holds it to the code
-docs/options.md: hetseq/config/sections.py $(wildcard hetseq/config/*.py) tasks/options.py | $(VENV)/.installed-dev
+docs/reference/options.md: hetseq/config/sections.py $(wildcard hetseq/config/*.py) tasks/options.py | $(VENV)/.installed-dev
 	$(PY) -c "from hetseq.config import write_page; write_page('$@')"
 
 dev: $(VENV)/.installed-dev  ## only install, for work on HetSeq itself

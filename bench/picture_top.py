@@ -15,7 +15,6 @@ import html
 import itertools
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -27,10 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.commands.top import Lookout, view
+from hetseq.monitor.block_chart import Line, text_of
+from hetseq.monitor.lookout import Lookout
+from hetseq.monitor.run_view import view
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS, ROWS = 84, 11
+COLUMNS, ROWS = 92, 15
 LOOK_S, BEFORE_S, GONE_S, AFTER_S, MOST_S = 0.5, 4.0, 4.0, 4.0, 90.0
 CHARACTER, LINE, EDGE = 8.4, 19, 14  # pixels of a 14 px monospaced font
 WORDS = shlex.split(
@@ -40,8 +41,9 @@ WORDS = shlex.split(
 OWN = {"labA": ["--distributed-rank", "0", "--distributed-gpus", "2"], "labB": ["--distributed-rank", "2"]}
 STYLE = """
 text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d6dbe1; white-space: pre; }
-.head { fill: #ffffff; font-weight: bold; } .dim { fill: #8b949e; } .bad { fill: #ff7b72; } .pace { fill: #79c0ff; }
-.typed { fill: #7ee787; }
+.head, .pace { fill: #ffffff; font-weight: bold; } .dim, .rest { fill: #8b949e; } .bad { fill: #ff7b72; }
+.typed, .good, .loss { fill: #7ee787; } .slow, .wait { fill: #e3b341; } .compute { fill: #58a6ff; }
+.data { fill: #d2a8ff; } .speed { fill: #56d4dd; }
 """
 
 
@@ -51,7 +53,7 @@ class Frame:
 
     at_s: float
     typed: str
-    lines: tuple[str, ...]
+    lines: tuple[Line, ...]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -137,7 +139,8 @@ class Frames:
     def watch_for(self, seconds: float) -> None:
         """Refresh twice a second."""
         for _ in range(round(seconds / LOOK_S)):
-            lines = view(self._run, self._look.signs(), self._look, width=COLUMNS, height=ROWS).lines
+            seen = view(self._run, self._look.signs(), self._look, width=COLUMNS, height=ROWS, is_drawn=True)
+            lines = seen.drawn
             if not self._frames or (self._frames[-1].typed, self._frames[-1].lines) != (self.typed, lines):
                 self._frames.append(Frame(time.monotonic() - self._begin_s, self.typed, lines))
             time.sleep(LOOK_S)
@@ -185,12 +188,13 @@ def drawn(frames: Sequence[Frame]) -> str:
             f"@keyframes k{number} {{ 0% {{ visibility: {'visible' if number == 0 else 'hidden'}; }}"
             f" {from_:.2f}% {{ visibility: visible; }} {to:.2f}% {{ visibility: hidden; }} }}"
         )
-        typed = [f"$ {frame.typed}"] if frame.typed else [""]
-        lines = ["$ hetseq top runs/digits", *frame.lines, *[""] * (ROWS - len(frame.lines)), *typed]
+        typed: Line = ((f"$ {frame.typed}" if frame.typed else "", "typed"),)
+        empty: list[Line] = [()] * (ROWS - len(frame.lines))
+        lines: list[Line] = [(("$ hetseq top runs/digits", "typed"),), *frame.lines, *empty, typed]
         texts = "".join(
-            f'<text x="{EDGE}" y="{EDGE + LINE * (row + 1)}"{kind_of(row, line)}>{html.escape(line)}</text>'
+            f'<text x="{EDGE}" y="{EDGE + LINE * (row + 1)}">{coloured(line)}</text>'
             for row, line in enumerate(lines)
-            if line
+            if text_of(line).strip()
         )
         parts.append(f'<g id="f{number}">{texts}</g>')
     still = "@media (prefers-reduced-motion: reduce) { g { animation: none !important; } #f0 { visibility: visible; } }"
@@ -202,21 +206,15 @@ def drawn(frames: Sequence[Frame]) -> str:
     )
 
 
-def kind_of(row: int, line: str) -> str:
-    """The class of a line, by its text."""
-    if line.startswith("$ "):
-        kind = "typed"
-    elif row == 1:
-        kind = "head"
-    elif re.search(r"\b(gone|dead|died|silent)\b", line):
-        kind = "bad"
-    elif line.startswith(">"):
-        kind = "pace"
-    elif row == 2 or line.lstrip().startswith("rank "):
-        kind = "dim"
-    else:
-        return ""
-    return f' class="{kind}"'
+def coloured(line: Line) -> str:
+    """The pieces of a line, each in its place: blocks of a font are not as wide as its letters everywhere."""
+    spans, column = list[str](), 0
+    for text, kind in line:
+        if text.strip():
+            place = f'x="{EDGE + CHARACTER * column:.1f}" textLength="{CHARACTER * len(text):.1f}"'
+            spans.append(f'<tspan {place} class="{kind}">{html.escape(text)}</tspan>')
+        column += len(text)
+    return "".join(spans)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from hetseq import __version__
 from hetseq import config as options
 from hetseq.config.command_line import CommandRefused
-from hetseq.errors import EXIT_USAGE, HetSeqError, text_of
+from hetseq.errors import EXIT_STOPPED, EXIT_USAGE, HetSeqError, text_of
+from hetseq.monitor.colour import Tone, toned
 from hetseq.registry import nearest
 from hetseq.system.processes import interrupting_on_signals
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HetSeqError as error:
         # the reason why a run ends reads the same on every node, without the command
         who = "" if isinstance(error, CommandRefused) else "hetseq: " if name == "train" else f"hetseq {name}: "
-        print(f"{who}{text_of(error)}", file=sys.stderr)
+        print(toned(f"{who}{text_of(error)}", Tone.ERROR, sys.stderr), file=sys.stderr)
         return error.exit_code
 
 
@@ -129,7 +130,8 @@ def train(argv: Sequence[str], say: Callable[[str], None]) -> int:
 
         with suppress(OSError):  # the reader has gone; the exit code still tells
             if takes_text(sys.stderr, patience_s=_PATIENCE_S):
-                print(f"hetseq: {ending.message}", file=sys.stderr)
+                tone = Tone.WARNING if ending.code == EXIT_STOPPED else Tone.ERROR
+                print(toned(f"hetseq: {ending.message}", tone, sys.stderr), file=sys.stderr)
     return ending.code
 
 

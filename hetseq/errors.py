@@ -6,7 +6,7 @@ nodes disagree, 130 stopped at once with nothing saved.
 
 A code in brackets is part of the text of a message (`... choose another port [port-taken]`), because messages travel as
 text, from a worker to its launcher and from node to node. It is at the end of the message, but before a command to
-paste. `docs/errors.md` has a section per code; a test compares page, list and messages.
+paste. `docs/reference/errors.md` has a section per code; a test compares page, list and messages.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class DeviceMemoryError(HetSeqError):
 
 # Codes of messages.
 
-#: code -> the error in one sentence; in the order of docs/errors.md
+#: code -> the error in one sentence; in the order of docs/reference/errors.md
 CODES = {
     # the nodes do not meet
     "head-unreachable": "No launcher answers at the address where the nodes meet.",

@@ -1,8 +1,8 @@
 """The tour of the manual, as a new user takes it: `python -m tests.tour [--write]`, also `make tour`.
 
-Types the commands of docs/tour.md section by section, each a process that begins with its imports, in a folder of their
-own, and prints a table: seconds of the commands, and minutes with reading them. Ends with 1 where a command fails or a
-section takes longer than five minutes. With --write, what the commands printed is put under them on the page.
+Types the commands of docs/start/tour.md section by section, each a process that begins with its imports, in a folder of
+their own, and prints a table: seconds of the commands, and minutes with reading them. Ends with 1 where a command fails
+or a section takes longer than five minutes. With --write, what the commands printed is put under them on the page.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hetseq.monitor.tables import table
-from tests.support.docs import ROOT, SHELLS, Block, blocks, expanded
+from tests.support.docs import ROOT, SHELLS, Block, blocks
 from tests.support.reader import Reader
 
-PAGE = ROOT / "docs" / "tour.md"
+PAGE = ROOT / "docs" / "start" / "tour.md"
 MOST_MINUTES = 5.0
 WORDS_PER_MINUTE = 200  # of somebody who reads with care
 _WIDEST = 150  # characters of a line on the page
@@ -36,7 +36,7 @@ def words_of(text: str) -> int:
     """What there is to read in a section, its files included, but not what commands print."""
     found = re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()
     for block in blocks(text):
-        found += (" ".join(block.commands()) if block.language in SHELLS else expanded(block)).split()
+        found += " ".join(block.commands() if block.language in SHELLS else block.lines).split()
     return len(found)
 
 

@@ -19,7 +19,7 @@ def corpus(place: Place, task: str) -> Path:
         return folder
     place.begin(f"the corpus of {task}")
     text = place.folder / "text.txt"
-    pages = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    pages = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))
     text.write_text(pages[:CHARACTERS], encoding="utf-8")
     made = place.folder / task
     done = subprocess.run(

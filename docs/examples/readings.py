@@ -11,7 +11,6 @@ from torch import nn
 from hetseq import Task
 
 
-# --8<-- [start:data]
 class Series(torch.utils.data.TensorDataset):
     """Eight values and the ninth, from all files of a folder; `files` lets the nodes see who has which."""
 
@@ -19,9 +18,6 @@ class Series(torch.utils.data.TensorDataset):
         self.files = sorted(folder.glob("*.csv"))
         rows = torch.from_numpy(np.concatenate([np.loadtxt(path, delimiter=",") for path in self.files]))
         super().__init__(rows[:, :8].float(), rows[:, 8].float())
-
-
-# --8<-- [end:data]
 
 
 class Readings(Task):

@@ -12,7 +12,6 @@ from hetseq import Task
 WORDS, PADDING = 50, 50
 
 
-# --8<-- [start:data]
 class Sentences(Dataset):
     """800 sentences, some of them spoilt anew in each epoch."""
 
@@ -41,10 +40,6 @@ class Sentences(Dataset):
         return pad_sequence(samples, batch_first=True, padding_value=PADDING)
 
 
-# --8<-- [end:data]
-
-
-# --8<-- [start:getitems]
 class SentencesAtOnce(Sentences):
     """The same, unspoilt: all sentences of a micro-batch in one call."""
 
@@ -57,9 +52,6 @@ class SentencesAtOnce(Sentences):
 
     def collater(self, batch):
         return batch  # __getitems__ has made it
-
-
-# --8<-- [end:getitems]
 
 
 class NextWord(Task):

@@ -4,10 +4,10 @@ Responsible for: how torch interprets the bytes of a part. Does not know which c
 one thread reads a part from front to back, straight into the tensors; others verify behind it, chunk by chunk, the
 bytes now in place. So a checksum covers the very bytes that will be used, and no extra memory is needed.
 
-Chosen by measurement (`bench/cold_read.py`, `bench/checkpoint_load.py`; docs/benchmarks.md has the figures). From disk,
-no way of reading into tensors beats one thread with large calls by more than a twentieth, and eight
-threads are slower. From the cache the checksums take longer than reading, so other threads compute them. Mapping the
-file is no faster, and a disk error then kills the process (SIGBUS), where with `preadv` the part is refused.
+Chosen by measurement (`bench/cold_read.py`, `bench/checkpoint_load.py`; docs/concepts/benchmarks.md has the figures).
+From disk, no way of reading into tensors beats one thread with large calls by more than a twentieth, and eight threads
+are slower. From the cache the checksums take longer than reading, so other threads compute them. Mapping the file is
+no faster, and a disk error then kills the process (SIGBUS), where with `preadv` the part is refused.
 
 Not done with the safetensors library because a part is created exclusively, flushed, and checksummed while
 it is written, and is never held in memory a second time. The library opens every part (a test checks this). Inside

@@ -194,7 +194,8 @@ class Save:
 def say(result: SaveResult, *, step: int) -> None:
     """Log the result of a save."""
     if result.ok:
-        logger.info("checkpoint of step %d: %s, %.1f MB", step, result.path, result.bytes / 1e6)
+        place = "/".join(result.path.parts[-2:])  # in the run directory
+        logger.info("checkpoint of step %d: %s, %.1f MB", step, place, result.bytes / 1e6)
     else:
         logger.warning("checkpoint of step %d failed, the older ones stay: %s", step, result.error)
 

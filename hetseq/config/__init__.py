@@ -1,7 +1,7 @@
 """Parses a command line into a `Config` and back: defaults < the YAML file of `--config` < flags.
 
-Everything follows from the dataclasses of `sections`: flags, YAML keys, the help text, `docs/options.md`. This package
-does not know what an option means, prints nothing and imports no torch.
+Everything follows from the dataclasses of `sections`: flags, YAML keys, the help text, `docs/reference/options.md`.
+This package does not know what an option means, prints nothing and imports no torch.
 
 The one idea: a value is *text with a place* (`--lr 0.1`, or line 3 of a file) until the type of its field reads it.
 `lr: 1e-4`, text to YAML 1.1, is a number here, `save_dir: 2024` is a name, and `lr: fast` is refused with its place.

@@ -1,4 +1,4 @@
-"""The texts about options: the page of `--help`, `docs/options.md`, and notes on retired ones.
+"""The texts about options: the page of `--help`, `docs/reference/options.md`, and notes on retired ones.
 
 All text follows from the fields; only the list of changes since 2020 is written here.
 """
@@ -45,11 +45,13 @@ def help_page(own: Iterable[type] = (), note: str = "") -> str:
 
 
 def markdown() -> str:
-    """The page `docs/options.md`."""
+    """The page `docs/reference/options.md`."""
     lines = [
-        "# Options",
+        "---\nsearch:\n  boost: 2\n---",
         "",
-        "Generated from `hetseq/config/sections.py` by `make docs/options.md`; do not edit.",
+        "<!-- from hetseq/config/sections.py by `make docs/reference/options.md` -->",
+        "",
+        "# Options",
         "",
         "Options are given as flags (`--max-sentences 32`), or in a YAML file named with `--config FILE` as"
         " `max_sentences: 32`. Flags win over the file, the file over the defaults. In names `-` and `_` are the same;"
@@ -70,7 +72,7 @@ def markdown() -> str:
 
 
 def write_page(path: str | Path) -> None:
-    """Write `docs/options.md` anew: `make docs/options.md`."""
+    """Write `docs/reference/options.md` anew: `make docs/reference/options.md`."""
     Path(path).write_text(markdown(), encoding="utf-8")
 
 

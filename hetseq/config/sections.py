@@ -1,8 +1,8 @@
 """The options of a run: one frozen dataclass per concern, each with its checks.
 
 A field is an option: its type, default, help text and old spellings are here once, and the flag, the YAML key and
-`docs/options.md` follow from it. Components receive their own dataclass and never the whole `Config`. Nothing here
-imports torch, reads the environment or knows argparse, so a mistyped flag is answered at once.
+`docs/reference/options.md` follow from it. Components receive their own dataclass and never the whole `Config`. Nothing
+here imports torch, reads the environment or knows argparse, so a mistyped flag is answered at once.
 
 Conventions: a field `max_sentences` is the flag `--max-sentences` and the YAML key `max_sentences`; `None` means "not
 given, HetSeq decides"; a tuple is written `1,2,4` and, if its help says so, is per epoch with the last value staying.

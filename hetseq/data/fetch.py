@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -33,13 +33,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from hetseq.data.plan import Indices, derive_seed
-from hetseq.errors import HetSeqError, TaskFileError
+from hetseq.errors import HetSeqError, TaskFileError, few
+from hetseq.system.device_memory import is_exhausted
 from hetseq.system.processes import die_with_parent, ignore_stop_signals
+from hetseq.system.task_failure import TaskRaised, note, summary, trace_of
 
 _LOOK_S = 1.0  # wait for a sample this long before checking that the processes are alive
 # A process may hang before its first instruction: threads of the transport take the interpreter to release tensors,
 # and a fork at that moment copies a CPython lock that is never released (python/cpython#112275, before 3.12).
 _BEGIN_S = 20.0
+TRAINING_DATA = "the training data"  # in errors before the run has begun
 _REAPED_S = 1.0  # a process closes its pipes before its parent can see that it has ended
 
 
@@ -62,17 +65,30 @@ class Refused:
     error: HetSeqError
 
 
+@dataclass(frozen=True)
+class Uncollated:
+    """Samples and their indices, for the collate function."""
+
+    samples: Any
+    indices: Indices
+
+
 class Fetcher(torch.utils.data.Dataset[Any]):
-    """Fetches requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
+    """Fetches requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time.
 
-    def __init__(self, dataset: Any, seed: int, *, epoch: int = -1) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, epoch
+    `split` names the data set in errors.
+    """
 
-    def __getitems__(self, request: Request) -> Any:
+    def __init__(self, dataset: Any, seed: int, *, epoch: int = -1, split: str = "") -> None:
+        self._dataset, self._seed, self._epoch, self._split = dataset, seed, epoch, split
+
+    def __getitems__(self, request: Request) -> Uncollated | Refused:
         try:
-            return self.samples(request)
-        except HetSeqError as error:
-            return Refused(error)
+            return Uncollated(self.samples(request), request.indices)
+        except Exception as error:
+            if (portable := _portable(error)) is None:
+                raise
+            return Refused(portable)
 
     def samples(self, request: Request) -> Any:
         if not len(request.indices):
@@ -83,27 +99,57 @@ class Fetcher(torch.utils.data.Dataset[Any]):
                 self._dataset.set_epoch(request.epoch)
         if hasattr(self._dataset, "__getitems__"):
             seed_everything(derive_seed(self._seed, self._epoch, int(request.indices[0])))
-            return self._dataset.__getitems__(request.indices.tolist())
+            try:
+                return self._dataset.__getitems__(request.indices.tolist())
+            except Exception as error:
+                note(error, samples_in_words(request.indices, self._split), is_of_task=True)
+                raise
         return [self._sample(index) for index in request.indices.tolist()]
 
     def _sample(self, index: int) -> Any:
         seed_everything(derive_seed(self._seed, self._epoch, index))
-        return self._dataset[index]
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            note(error, samples_in_words([index], self._split), is_of_task=True)
+            raise
+
+
+def samples_in_words(indices: Sequence[int] | Indices, split: str = "") -> str:
+    """`sample 13 of train`, `samples 4, 7, 9 and 2 more of train`."""
+    names = [str(index) for index in indices]
+    return f"sample{'' if len(names) == 1 else 's'} {few(names)}{f' of {split}' if split else ''}"
+
+
+def _portable(error: Exception) -> HetSeqError | None:
+    """The error as a batch can bring it to the rank; None if it is to be raised here.
+
+    In a loader process an error of the user's code becomes text, before torch wraps it in a traceback of its own.
+    Memory that ran out keeps its class, by which the rank knows it.
+    """
+    if isinstance(error, HetSeqError):
+        return error
+    if torch.utils.data.get_worker_info() is None or is_exhausted(error):
+        return None
+    return TaskRaised(summary(error) or trace_of(error), trace_of(error))
 
 
 class Collate:
     """The user's collate function, which never sees a batch without samples."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
+    def __init__(self, collate: Callable[[list[Any]], Any], split: str = "") -> None:
+        self._collate, self._split = collate, split
 
-    def __call__(self, samples: Any) -> Any:
-        if isinstance(samples, Refused):
-            return samples
+    def __call__(self, fetched: Uncollated | Refused) -> Any:
+        if isinstance(fetched, Refused):
+            return fetched
         try:
-            return self._collate(samples) if len(samples) else None
-        except HetSeqError as error:
-            return Refused(error)
+            return self._collate(fetched.samples) if len(fetched.samples) else None
+        except Exception as error:
+            note(error, samples_in_words(fetched.indices, self._split), is_of_task=True)
+            if (portable := _portable(error)) is None:
+                raise
+            return Refused(portable)
 
 
 class Fetched:
@@ -123,7 +169,7 @@ class Fetched:
             loader: DataLoader[Any] = DataLoader(
                 fetcher,
                 batch_sampler=requests,  # type: ignore[arg-type]
-                collate_fn=collate,
+                collate_fn=collate,  # type: ignore[arg-type]
                 num_workers=num_workers,
                 # a user's task file has no importable name in a spawned process
                 multiprocessing_context="fork" if num_workers else None,

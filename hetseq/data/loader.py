@@ -73,6 +73,7 @@ class Source:
     terms: int
     seed: int
     pin_memory: bool = False
+    split: str = ""  # its name in errors
 
 
 class StepLoader:
@@ -94,7 +95,8 @@ class StepLoader:
     ) -> None:
         self._source, self._num_workers = source, num_workers
         self._itinerary = Itinerary(planner, first, group, cap=cap, first_cap=first_cap)
-        self._fetcher, self._collate = Fetcher(source.dataset, source.seed), Collate(source.collate)
+        self._fetcher = Fetcher(source.dataset, source.seed, split=source.split)
+        self._collate = Collate(source.collate, source.split)
         self._base = base_order(source.dataset)
         self._ahead: StepData | None = None
         self._deaths: list[int] = []  # for each death of a loader process, the step being loaded
@@ -257,12 +259,15 @@ def range_reader(source: Source, *, is_listed: bool = True) -> Callable[[int, in
     indices.
     """
     # epoch 0, so set_epoch is not called: this may be the training data, which is one step ahead
-    fetcher = Fetcher(source.dataset, source.seed, epoch=0)
+    fetcher = Fetcher(source.dataset, source.seed, epoch=0, split=source.split)
+    collate = Collate(source.collate, source.split)
     base = base_order(source.dataset) if is_listed else None
 
     def read(start: int, stop: int) -> MicroBatch:
         indices = np.arange(start, stop) if base is None else base[start:stop]
-        sample = source.collate(fetcher.samples(Request(0, indices)))
+        sample = collate(fetcher.__getitems__(Request(0, indices)))
+        if isinstance(sample, Refused):
+            raise sample.error
         return MicroBatch(sample, start, stop - start, source.count(sample, stop - start), stop - start)
 
     return read

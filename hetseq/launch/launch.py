@@ -14,14 +14,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from hetseq import __version__
 from hetseq.cluster.membership.admission import why_ranks_do_not_fit
 from hetseq.cluster.membership.assignment import Assignment, InferenceJob
-from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, stopped
+from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, stopped, with_trace
 from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
@@ -73,8 +74,7 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
         _say(f"{fault}; telling the other nodes")
     if refusal is None:
         launcher = Launcher(config, devices, command=command, interface=interface, errand=errand)
-        workers = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
-        _say(f"starting {workers} on {socket.gethostname()} ({few(devices, most=8)})")  # they print nothing for seconds
+        _say(_first_line(config, devices, is_run=errand is None))  # the workers print nothing for seconds
         with _stopping_in_time(seen):
             return launcher.run()
     # the other nodes would wait for this one in vain, so it joins anyway, and the refusal reaches all of them
@@ -84,6 +84,13 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
             replace(config, distributed=brief), devices, command=command, interface=interface, refusal=refusal
         ).run()  # fmt: skip
     raise refusal
+
+
+def _first_line(config: Config, devices: Sequence[str], *, is_run: bool) -> str:
+    """What begins, for a user who has just pressed Enter."""
+    workers = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
+    parts = [f"hetseq {__version__}"] + ([f"run {config.checkpoint.save_dir}"] if is_run else [])
+    return " · ".join([*parts, f"starting {workers} on {socket.gethostname()} ({few(devices, most=8)})"])
 
 
 def _refusal_of(config: Config) -> HetSeqError | None:
@@ -270,7 +277,7 @@ def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
     with in_use(directory, logger.warning):
         placement = Assignment(0, devices[0], threads_per_worker(1))
         report = run_worker(config, directory, placement, stop, line=NoLauncher(begin), errand=errand)
-    return Ending(report["code"], report.get("message", ""))
+    return Ending(report["code"], with_trace(report.get("message", ""), placement.slot))
 
 
 def stopped_early(name: str, config: Config | None) -> Ending:

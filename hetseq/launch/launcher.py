@@ -57,6 +57,7 @@ from hetseq.launch.worker_processes import (
     warm_forkserver,
 )
 from hetseq.launch.worker_watch import WorkerWatch, may_go_on
+from hetseq.monitor.colour import tone_of, toned
 from hetseq.monitor.progress import takes_text
 from hetseq.run_directory import RunDirectory
 from hetseq.system.processes import ECHO_S, die_of_next_signal, first_stop_signal, ringing_on_signals
@@ -107,6 +108,7 @@ class Launcher:
         self._refusal = refusal  # why this node cannot take part; it joins only to tell the others
         self._config, self._devices, self._command, self._interface = config, devices, command, interface
         self._errand = errand  # the workers run it instead of training
+        self._begun_s = time.monotonic()
         self._member: Member | None = None
         self._directory: RunDirectory | None = None
         self._is_owner = False  # this launcher made and locked the run directory
@@ -319,6 +321,7 @@ class Launcher:
             self._placements[slot] = Assignment(
                 slot, device, threads, crew, host=member.address, sources=sources, name=name,
                 key=member.key_of(name), incarnation=incarnation(slot, starts), starts=starts, is_replacement=is_late,
+                begun_s=self._begun_s,
             )  # fmt: skip
             self._start_worker(self._placements[slot], self._pause)
         self._newest = membership.Record(0, tuple(incarnation(slot, 0) for slot in range(len(nodes))))
@@ -579,4 +582,4 @@ def _stop_early(name: str) -> None:
 def _tell(text: str) -> None:
     with suppress(OSError):  # neither stop for a reader that went away, nor wait for one that stopped
         if takes_text(sys.stderr, patience_s=_LOOK_S):
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{toned(text, tone_of(text), sys.stderr)}\n")

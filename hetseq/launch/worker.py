@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import parent_process
@@ -55,6 +54,7 @@ from hetseq.monitor.versions import gather_versions
 from hetseq.run import inference as sweep
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.checkpointing import Saver
+from hetseq.run.closing import closing_lines
 from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import load_material
 from hetseq.run.regroup import KeptState, Regroup, succession_by
@@ -66,6 +66,7 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.device_memory import is_exhausted, where_exhausted
 from hetseq.system.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.system.rank_phase import Cell, Phase
+from hetseq.system.task_failure import summary, trace_of
 from hetseq.training.controller import Halt
 from hetseq.training.replica_check import ReplicasDiffer
 from hetseq.training.step_engine import Between, Engine, Settled, drive
@@ -161,6 +162,7 @@ def run_worker(
     with ExitStack() as closing:
         try:
             life = _Life(with_own_options(config, own or {}), directory, placement, stop, line, closing, errand)
+            life.load()
             return drive(life.run())
         except SystemExit as error:
             return {"code": EXIT_FAILED, "message": f"the task's code called sys.exit({error.code!r}) during the run"}
@@ -168,8 +170,9 @@ def run_worker(
             if gpu.is_unusable(error, torch.device(placement.device)):
                 gpu.never_release(error)
             if life is not None:
-                life.output.write_last_words(_text_of(error))
-            return _report_of_failure(error, placement, is_ready=life is not None and life.is_ready)
+                life.output.write_last_words(trace_of(error) if summary(error) else _text_of(error))
+            is_ready, has_log = life is not None and life.is_ready, life is not None and errand is None
+            return _report_of_failure(error, placement, is_ready=is_ready, has_log=has_log)
 
 
 class _Life:
@@ -188,15 +191,7 @@ class _Life:
         self._config, self._directory, self._placement, self._line = config, directory, placement, line
         self._stop, self._closing, self._errand = stop, closing, errand
         self.is_ready = False
-        torch.set_num_threads(placement.threads)
-        device = torch.device(placement.device)
-        if device.type == "cuda":
-            gpu.open_device(device, f"rank {placement.slot} on {socket.gethostname()}")
-            gpu.allow_tf32(config.optimization.precision == "tf32")
-        else:
-            keep_freed_memory()
-            products.multiply_by_the_faster_library()
-        faults.arm(placement.faults, slot=placement.slot, incarnation=placement.starts)
+        self._gone_back_to = 0
         self.output = RankOutput(directory, placement.slot)
         if isinstance(line, LauncherLink):  # else a user runs this rank, perhaps in a debugger
             self.output.wait_for_no_reader()
@@ -210,14 +205,26 @@ class _Life:
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)
+
+    def load(self) -> None:
+        """Open the device, and load task, data and model on it."""
+        config, placement, errand = self._config, self._placement, self._errand
+        torch.set_num_threads(placement.threads)
+        device = torch.device(placement.device)
+        if device.type == "cuda":
+            gpu.open_device(device, f"rank {placement.slot} on {socket.gethostname()}")
+            gpu.allow_tf32(config.optimization.precision == "tf32")
+        else:
+            keep_freed_memory()
+            products.multiply_by_the_faster_library()
+        faults.arm(placement.faults, slot=placement.slot, incarnation=placement.starts)
         if device.type == "cuda" and config.optimization.precision == "bf16" and not gpu.has_bf16(device):
             logger.warning("%s has no bf16: torch emulates it, several times slower than --precision fp16", device)
         whereabouts.enter(Phase.LOADING)
         self._material = load_material(config, device) if errand is None else sweep.prepare(errand, config, device)
         faults.point("loading")
         whereabouts.enter(Phase.MEETING)
-        line.present(rank_fields(config, self._material))
-        self._gone_back_to = 0
+        self._line.present(rank_fields(config, self._material))
 
     def run(self) -> Engine[dict[str, Any]]:
         """Run all generations that this rank takes part in; returns its report."""
@@ -276,8 +283,8 @@ class _Life:
                 self._line.ready()
                 self.is_ready = True
             if generation.succession is None and session.controller.has_ended():
-                logger.info("nothing left to do: step %d was the last one", session.last_step)
                 session.close()
+                self._sum_up(session, start_s=None)
                 return {"code": EXIT_DONE}
             self._tell_versions(generation, session)
             differing = None
@@ -289,6 +296,8 @@ class _Life:
                     session.suspend()
                 if halt is not Halt.CHANGING:  # else `_succeed` suspends it, without waiting for a peer that dies now
                     session.close(has_failed=session.saver.last_error is not None)
+                if isinstance(report, dict) and report["code"] == EXIT_DONE:
+                    self._sum_up(session, start_s=time.monotonic() - self._placement.begun_s)
                 return report
             except ReplicasDiffer as error:
                 self._gone_back_to = _newest_to_go_back_to(session, error, self._gone_back_to)
@@ -304,6 +313,17 @@ class _Life:
             generation.session, generation.succession = None, None
             del session  # frees its tensors before new ones are created
             config = _as_for_a_restart(config)
+
+    def _sum_up(self, session: Session, *, start_s: float | None) -> None:
+        """Log the closing summary, below the last display of the steps."""
+        controller = session.controller
+        if controller.group.rank == 0:
+            self._metrics.close()
+            best = self._metrics.best()
+            for line in closing_lines(
+                self._config, controller.state, step=session.last_step, start_s=start_s, best=best
+            ):  # fmt: skip
+                logger.info(line)
 
     def _tell(self, generation: _Generation, session: Session) -> None:
         """Log why the run regrouped: once on the terminal, and in every log."""
@@ -515,8 +535,10 @@ def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
             )
 
 
-def _report_of_failure(error: Exception, placement: Assignment, *, is_ready: bool) -> dict[str, Any]:
-    """The report of a failed rank."""
+def _report_of_failure(
+    error: Exception, placement: Assignment, *, is_ready: bool, has_log: bool = True
+) -> dict[str, Any]:  # fmt: skip
+    """The report of a failed rank, whose log file has the whole traceback if it `has_log`."""
     device = torch.device(placement.device)
     if is_ready and gpu.has_failed(error, device):
         message = f"its device failed ({gpu.first_line(error)})"
@@ -529,14 +551,18 @@ def _report_of_failure(error: Exception, placement: Assignment, *, is_ready: boo
             " this device out of --devices"
         )
     code = _exit_code(error, is_ready=is_ready)
-    return {"code": code, "message": _text_of(error), "is_secondary": isinstance(error, PeerLostError)}
+    message = _text_of(error)
+    if summary(error) and not has_log:
+        message = f"{message}\nfull traceback:\n{trace_of(error)}"
+    return {"code": code, "message": message, "is_secondary": isinstance(error, PeerLostError)}
 
 
 def _text_of(error: Exception) -> str:
-    """The text of an error: HetSeq's own errors explain themselves, others come with their traceback."""
+    """The text of an error: HetSeq's own errors explain themselves, the user's code has a summary, and the rest come
+    with their traceback."""
     if isinstance(error, HetSeqError):
         return text_of(error)
-    return "".join(traceback.format_exception(error)).rstrip() + " [worker-raised]"
+    return summary(error) or f"{trace_of(error)} [worker-raised]"
 
 
 def _exit_code(error: Exception, *, is_ready: bool) -> int:

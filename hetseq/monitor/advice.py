@@ -100,7 +100,7 @@ def _about_memory(summary: RankSummary, standing: frozenset[str]) -> Iterator[Ad
 
 def _about_data(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advice]:
     parts = summary.data_s / _step_s(summary)
-    late = np.flatnonzero(np.nan_to_num(parts) > _limit(_DATA, "data", standing))
+    late = np.flatnonzero(np.nan_to_num(parts) > max(_limit(_DATA, "data", standing), summary.step_spread))
     if len(late):
         worst = int(late[np.argmax(parts[late])])
         others = (

@@ -95,6 +95,7 @@ class Metrics:
     ) -> None:
         self._last: deque[Row] = deque(maxlen=_REMEMBERED)
         self._advised: set[str] = set()
+        self._best: Row | None = None
         self._recorder: _Recorder | None = None
         self._progress: PlainProgress | LiveProgress | None = None
         self._recording, self._display, self._total_steps = recording, display, display.total_steps
@@ -148,6 +149,11 @@ class Metrics:
                 if row_key(row) not in there:
                     (self._recorder.step if "loss" in row else self._recorder.validation)(row)
 
+    def best(self) -> Row | None:
+        """The row of the best validation, of this start or of earlier ones; None if there is none."""
+        directory = self._recording.directory
+        return self._best if self._best is not None or directory is None else best_row(directory.metrics)
+
     def saving(self, progress: tuple[int, float] | None) -> None:
         """Show the progress (step, 0 to 1) of a save from the next step on; None: no save is in progress."""
         if self._progress is not None:
@@ -156,6 +162,8 @@ class Metrics:
     def validation(self, row: Row) -> None:
         """Record and show the result of one validation."""
         self._last.append(dict(row))
+        if row.get("best"):
+            self._best = dict(row)
         for sink in self._sinks:
             sink.validation(row)
 
@@ -165,14 +173,14 @@ class Metrics:
             self._recorder.event(name, fields)
 
     def advise(self, advice: Sequence[Advice], *, step: int) -> None:
-        """Show `advice` after `step`; advice that is new is also logged and recorded as an event."""
+        """Show `advice` after `step`; advice that is new is also recorded as an event. It is a hint, so it is no log
+        record."""
         if self._progress is not None:
             self._progress.advice = tuple(one.text for one in advice)
         for one in advice:
             if one.key not in self._advised:
                 self._advised.add(one.key)
                 self.event("advice", step=step, about=one.key, text=one.text)
-                logger.warning("advice: %s", one.text)
 
     def close(self, *, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
         """Write the queued rows, for `deadline_s` seconds at most, and end the display; may be called twice."""
@@ -205,6 +213,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             continue
         rows[row_key(row)] = row
     return [rows[key] for key in sorted(rows)]
+
+
+def best_row(path: Path) -> Row | None:
+    """The newest row of a `metrics.jsonl` that is marked as the best validation; None if there is none."""
+    found = None
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if b'"best"' in line:  # few lines are validations, and parsing is slow
+                with contextlib.suppress(ValueError):
+                    row = json.loads(line)
+                    found = row if row.get("best") else found
+    return found
 
 
 def row_key(row: Row) -> tuple[int, str]:

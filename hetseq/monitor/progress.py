@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO
 
 from hetseq.config.sections import LogConfig
+from hetseq.monitor.colour import Tone, tone_of, toned
 from hetseq.monitor.rank_table import (
     MEDIAN_STEPS,
     OVERHEAD_LINES,
@@ -52,6 +53,9 @@ _ADVICE_PART = 4  # one line in four may be advice
 _PLAIN_WIDTH, _PLAIN_RANKS = 100, 16  # of the table at the end of a batch job's output
 _ETA_STEPS = 50  # the time left is predicted from the pace of this many steps
 _BAR_WIDTH = 20
+_BEST = "(best)"  # the end of the line of a validation
+#: what a narrow terminal does without, first to last; step, loss and the time left stay
+_LEAST_NEEDED = ("efficiency", "grad_norm", "lr", "saving", "samples/s", "epoch")
 
 
 class Progress(Protocol):
@@ -193,11 +197,15 @@ class LiveProgress:
         """Leave the validation's line above the live one."""
         self.message(validation_text(row))
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, tone: Tone = Tone.PLAIN) -> None:
         """Leave `text` above the live line; may be called from any thread."""
+        from rich.text import Text
+
+        shown = Text(text, style=tone.value)
+        shown.highlight_words([_BEST], "green")
         with self._guard.watch():
             if takes_text(self._console.file, patience_s=_PATIENCE_S):
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self._console.print(shown, soft_wrap=True)
 
     def close(self) -> None:
         """Draw the last step, end the live line and show the cursor again."""
@@ -266,12 +274,13 @@ class LiveProgress:
         from rich.table import Table
         from rich.text import Text
 
-        text = step_text(row, self._total_steps, with_efficiency=with_efficiency)
+        words = _step_words(row, self._total_steps, with_efficiency=with_efficiency)
         left_s = self._left_s(row)
         if left_s is not None:
-            text += f" ETA {datetime.timedelta(seconds=round(left_s))}"
+            words.append(f"ETA {datetime.timedelta(seconds=round(left_s))}")
         if self.saving is not None:
-            text += f" saving step {self.saving[0]} ({self.saving[1]:.0%})"
+            words.append(f"saving step {self.saving[0]} ({self.saving[1]:.0%})")
+        text = _within(words, self._console.width)
         shown = Text(text, no_wrap=True, overflow="ellipsis")
         if self._total_steps is None or self._console.width < len(text) + 1 + _BAR_WIDTH:
             return shown
@@ -306,9 +315,9 @@ class ProgressHandler(logging.Handler):
             # A forked loader process has a copy of the line, and of locks that are never released.
             is_here = os.getpid() == self._pid
             if isinstance(live, LiveProgress) and live.is_live and is_here and sys.stderr.isatty():
-                live.message(text)
+                live.message(text, tone_of(text, record.levelno))
             elif takes_text(sys.stderr, patience_s=_PATIENCE_S):
-                sys.stderr.write(text + "\n")
+                sys.stderr.write(toned(text, tone_of(text, record.levelno), sys.stderr) + "\n")
                 sys.stderr.flush()
         except Exception:  # the contract of logging.Handler
             self.handleError(record)
@@ -341,8 +350,22 @@ def terminal(stream: TextIO, **settings: Any) -> Console:
 def step_text(row: Row, total_steps: int | None, *, with_efficiency: bool = True) -> str:
     """`step 120/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5321`; the loss is the step's own, in nats.
 
-    Several ranks add ` efficiency 0.93`, and every run adds ` noise_scale 210 (batch 64)`, in samples, once known.
+    Several ranks add ` efficiency 0.93`.
     """
+    return " ".join(_step_words(row, total_steps, with_efficiency=with_efficiency))
+
+
+def _within(words: Sequence[str], width: int) -> str:
+    """The words in a line, without those that are needed least if the line is wider than `width`."""
+    kept = list(words)
+    for least in _LEAST_NEEDED:
+        if len(" ".join(kept)) <= width:
+            break
+        kept = [word for word in kept if word.partition(" ")[0] != least]
+    return " ".join(kept)
+
+
+def _step_words(row: Row, total_steps: int | None, *, with_efficiency: bool) -> list[str]:
     words = [f"step {row.get('step')}" + (f"/{total_steps}" if total_steps is not None else "")]
     if "epoch" in row:
         words.append(f"epoch {row['epoch']}")
@@ -359,9 +382,7 @@ def step_text(row: Row, total_steps: int | None, *, with_efficiency: bool = True
         words.append(f"samples/s {samples_per_s:.0f}" if samples_per_s >= 100 else f"samples/s {samples_per_s:.3g}")
     if with_efficiency and row.get("efficiency") is not None:
         words.append(f"efficiency {row['efficiency']:.2f}")
-    if row.get("noise_scale") is not None:
-        words.append(f"noise_scale {_number(row['noise_scale'], 3)} (batch {row.get('samples')})")
-    return " ".join(words)
+    return words
 
 
 def validation_text(row: Row) -> str:
@@ -370,7 +391,7 @@ def validation_text(row: Row) -> str:
     words += [f"{key} {row[key]}" for key in ("epoch", "step") if key in row]
     words += [f"{name} {_number(value, 4)}" for name, value in validation_numbers(row)]
     if row.get("best"):
-        words.append("(best)")
+        words.append(_BEST)
     return " ".join(words)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetseq.monitor.block_chart import Line, Piece, stacked_bar, text_of
+
 Row = Mapping[str, Any]
 Numbers = npt.NDArray[np.float64]  # (world_size,), NaN where a number is not known
 
@@ -25,6 +27,14 @@ MEDIAN_STEPS = 5  # steady to the eye, and only half a second behind a change if
 _GIB = 2**30
 _GAP = 2  # characters between columns
 _LEAST_NAME = 8  # fewest characters of a shortened name that is still useful
+_BAR, _LEAST_BAR, _USUAL_BAR, _MOST_BAR = "step", 10, 20, 40
+_NARROW = 70  # characters of a terminal, below which the bars are short
+#: a bar's parts in its order: the character, and the kind
+_BAR_PARTS = (("█", "compute"), ("▓", "data"), ("▒", "rest"), ("░", "wait"))
+_STATE_KINDS = {
+    "train": "good", "done": "good", "slow": "slow", "stopped": "slow", "silent": "slow", "gone": "bad", "dead": "bad",
+}  # fmt: skip
+_HELD_UP = 0.2  # of a step
 
 
 @dataclass(frozen=True)
@@ -171,8 +181,49 @@ def table_lines(summary: RankSummary, chosen: Sequence[int], *, width: int, sign
     return [line[:width] for line in (*lines, about_all) if line]
 
 
+def drawn_table(summary: RankSummary, chosen: Sequence[int], *, width: int, signs: Signs) -> list[Line]:
+    """The table of `hetseq top` on a terminal: colours by state, and for each rank a bar of its step."""
+    columns = _columns(summary, chosen, signs)
+    places = {column.head: place for place, column in enumerate(columns)}
+    columns[places["state"]] = replace(
+        columns[places["state"]], cells=[_state_word(summary, rank, signs) for rank in chosen]
+    )
+    for head, importance in (("where", 2.0), ("wait", 3.0), ("seen", 3.4), ("samples/s", 3.6), ("compute", 4.0)):
+        if head in places:
+            columns[places[head]] = replace(columns[places[head]], importance=importance)
+    columns.insert(places["share"] + 1, _Column(_BAR, [], _LEAST_BAR if width < _NARROW else _USUAL_BAR, 1.5))
+    columns = _columns_that_fit(columns, width)
+    rest = sum(_GAP + column.width for column in columns if column.head != _BAR)
+    bar_width = min(_MOST_BAR, width - rest)
+    title = _title(summary)
+    lines: list[Line] = [
+        ((title if len(title) <= width else title.partition(";")[0], "dim"),),
+        _drawn_line(columns, [((c.head, "dim"),) for c in columns], bar_width),
+    ]
+    bars = _bars(summary, chosen, bar_width)
+    for place, rank in enumerate(chosen):
+        kind = _STATE_KINDS.get(_state_word(summary, rank, signs), "")
+        plain = "dim" if kind == "bad" else "pace" if rank == summary.pace else ""
+        cells: list[Line] = [
+            bars[place] if column.head == _BAR else ((column.cells[place], kind if column.head == "state" else plain),)
+            for column in columns
+        ]
+        lines.append(_drawn_line(columns, cells, bar_width))
+    left_out = len(summary.share) - len(chosen)
+    return [*lines, (((f"... and {left_out} more"), "dim"),)] if left_out else lines
+
+
 #: lines of a table besides the ranks' own: title, columns, how many more, about all
 OVERHEAD_LINES = 4
+
+
+def is_held_up(summary: RankSummary) -> bool:
+    """Whether the rank that sets the pace makes the others wait for a notable part of a step."""
+    if summary.pace is None or not summary.step_s:
+        return False
+    others = np.delete(np.where(summary.share > 0, summary.wait_s, np.nan), summary.pace)  # those with work
+    others = others[~np.isnan(others)]
+    return bool(len(others)) and float(np.median(others)) > _HELD_UP * summary.step_s
 
 
 # from rows to numbers
@@ -309,6 +360,46 @@ def _shorten(name: str, width: int) -> str:
         return node + rest
     room = width - len(rest) - len("..")
     return f"..{node[-room:]}{rest}" if room > 0 else (node + rest)[-width:]
+
+
+def _state_word(summary: RankSummary, rank: int, signs: Signs) -> str:
+    state = signs.states[rank]
+    return "slow" if state == "train" and rank == summary.pace and is_held_up(summary) else state
+
+
+def _bars(summary: RankSummary, chosen: Sequence[int], width: int) -> list[Line]:
+    """For each rank the parts of its step; the longest step of all fills the width."""
+    travel_s = np.full(len(summary.share), summary.communication_s or 0.0)
+    rest_s = np.nan_to_num(summary.overhead_s) + np.where(np.isnan(summary.compute_s), 0.0, travel_s)
+    parts = [np.nan_to_num(part) for part in (summary.compute_s, summary.data_s, rest_s, summary.wait_s)]
+    longest = float(np.sum(parts, axis=0).max(initial=0.0))
+    return [
+        stacked_bar([(float(part[rank]), *look) for part, look in zip(parts, _BAR_PARTS)], longest, width)
+        for rank in chosen
+    ]
+
+
+def _bar_head(width: int) -> Line:
+    """The meaning of the parts of a bar, as far as there is room."""
+    compute, data, rest, wait = _BAR_PARTS
+    for shown in ((compute, data, rest, wait), (compute, data, wait), (compute, wait)):
+        words = [f"{character} {kind}" for character, kind in shown]
+        if len(" ".join(words)) <= width:
+            pieces = [piece for word, (_, kind) in zip(words, shown) for piece in ((" ", ""), (word, kind))][1:]
+            return (*pieces, (" " * (width - len(" ".join(words))), ""))
+    return ((_BAR.ljust(width)[:width], "dim"),)
+
+
+def _drawn_line(columns: Sequence[_Column], cells: Sequence[Line], bar_width: int) -> Line:
+    pieces = list[Piece]()
+    for column, cell in zip(columns, cells):
+        gap = " " * _GAP if pieces else ""
+        if column.head == _BAR:
+            pieces += [(gap, ""), *(_bar_head(bar_width) if text_of(cell) == _BAR else cell)]
+            continue
+        room = " " * (column.width - len(text_of(cell)))
+        pieces += [(gap, ""), *cell, (room, "")] if column.is_name else [(gap + room, ""), *cell]
+    return tuple(piece for piece in pieces if piece[0])
 
 
 def _line(cells: Sequence[str], columns: Sequence[_Column]) -> str:

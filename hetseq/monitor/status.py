@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -121,6 +121,17 @@ def read_facts(told: Any) -> RunFacts | None:
             advice=tuple(str(text) for text in told["advice"]),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def facts_of_rows(rows: Iterable[Row]) -> RunFacts | None:
+    """The same from the newest rows of `metrics.jsonl`, while no rank has a report; None if they have no step."""
+    status = RunStatus(AdviceSetting(run=""))
+    try:
+        for row in rows:
+            status.step(row, 0.0, saved_step=0)
+        return read_facts(status.told(0.0))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):  # rows of another program
         return None
 
 

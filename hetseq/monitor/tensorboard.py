@@ -2,6 +2,9 @@
 
 Writes TensorBoard's files, and does without if TensorBoard is missing; it belongs to the thread that writes the rows.
 Events of the run are logged as text, and its options as hyperparameters, by which TensorBoard compares runs.
+
+The split `valid` has the tags `valid/loss` and the like. A run whose files have `valid/valid/loss`, as they were once
+called, keeps these names when it is resumed: its curve would be cut in two.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,25 +36,39 @@ _THINNING = 10
 _UNTOLD = frozenset({"save", "versions"})  # the checkpoint history and the report list them
 
 
+_DOUBLED = re.compile(rb"\n[\x0d-\x7f]valid/valid/")  # a tag of before, behind its field and its length
+_DOUBLED_BYTES = 14
+_PART_BYTES = 1 << 20  # of a file that is searched for it
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The content of TensorBoard's HPARAMS tab: the options by name (None: not given), and the tags of two curves."""
+    """The content of TensorBoard's HPARAMS tab: the options by name (None: not given), and a figure of validations.
+
+    That is the metric of the best checkpoint, of the first split; None without validations.
+    """
 
     options: Mapping[str, bool | float | str | None]
-    metrics: tuple[str, ...]
+    validation: tuple[str, str] | None = None  # split, metric
+
+    def metrics(self, *, is_doubled: bool = False) -> tuple[str, ...]:
+        """The tags of the curves beside the options."""
+        valid = () if self.validation is None else (validation_tag(*self.validation, is_doubled=is_doubled),)
+        return ("train/loss", *valid)
+
+
+def validation_tag(subset: str, name: str, *, is_doubled: bool = False) -> str:
+    """`valid/loss`, of another split `valid/SPLIT/loss`; `is_doubled`: as in files that have `valid/valid/loss`."""
+    return f"valid/{name}" if subset == "valid" and not is_doubled else f"valid/{subset}/{name}"
 
 
 def hyperparameters(config: Config) -> Hyperparameters:
-    """The options that define the training, without the options for where it runs and where it is saved.
-
-    The metrics are the loss and the metric of the best checkpoint, of the first validation split.
-    """
+    """The options that define the training, without the options for where it runs and where it is saved."""
     sections = (config.task, config.data, config.validation, config.optimization, *config.extras.values())
     options = {name: _plain(value) for section in sections for name, value in asdict(section).items()}
     validation, subsets = config.validation, config.data.valid_subsets
     is_validated = bool(subsets) and not validation.disable_validation
-    valid = (f"valid/{subsets[0]}/{validation.best_checkpoint_metric}",) if is_validated else ()
-    return Hyperparameters(options, ("train/loss", *valid))
+    return Hyperparameters(options, (subsets[0], validation.best_checkpoint_metric) if is_validated else None)
 
 
 def _plain(value: Any) -> bool | float | str | None:
@@ -114,6 +133,7 @@ class Board:
         self._summaries, self._tensors, self._types = summary_pb2, tensor_pb2, types_pb2
         self._api, self._plugin_data = api_pb2, plugin_data_pb2
         # TensorBoard looks for names of this form, and reads the files of a run in the order of their names.
+        self._is_doubled = has_doubled_tags(folder)
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self.file = AppendFile(folder / name, is_lines=False)
         self._hparams = hparams
@@ -140,7 +160,7 @@ class Board:
             if kind == "event":
                 values = [self._text(f"events/{row['event']}", _words(row))]
             else:
-                numbers = _step_numbers(row) if kind == "step" else _validation_numbers(row)
+                numbers = _step_numbers(row) if kind == "step" else self._validation_numbers(row)
                 values = [
                     self._summaries.Summary.Value(tag=tag, simple_value=number)
                     for tag, number in numbers
@@ -169,7 +189,10 @@ class Board:
             self._api.HParamInfo(name=name, type=kinds.get(type(value), self._api.DATA_TYPE_UNSET))
             for name, value in hparams.options.items()
         ]
-        metrics = [self._api.MetricInfo(name=self._api.MetricName(tag=tag)) for tag in hparams.metrics]
+        metrics = [
+            self._api.MetricInfo(name=self._api.MetricName(tag=tag))
+            for tag in hparams.metrics(is_doubled=self._is_doubled)
+        ]
         started = self._plugin_data.SessionStartInfo(start_time_secs=time.time())
         for name, value in hparams.options.items():
             if isinstance(value, bool):
@@ -191,6 +214,11 @@ class Board:
             )
         ]
 
+    def _validation_numbers(self, row: Row) -> Iterator[tuple[str, Any]]:
+        subset = row.get("subset", "valid")
+        for name, number in validation_numbers(row):
+            yield validation_tag(subset, name, is_doubled=self._is_doubled), number
+
     def _value(self, tag: str, tensor: Any, plugin: str, content: bytes) -> Any:
         """A tensor for a plugin of TensorBoard."""
         data = self._summaries.SummaryMetadata.PluginData(plugin_name=plugin, content=content)
@@ -201,6 +229,22 @@ class Board:
         buffer = io.BytesIO()
         self._records(buffer).write(event.SerializeToString())
         return buffer.getvalue()
+
+
+def has_doubled_tags(folder: Path) -> bool:
+    """Whether an earlier start of the run has written tags such as `valid/valid/loss` into this folder."""
+    return any(map(_is_in, sorted(folder.glob("events.out.tfevents.*"))))
+
+
+def _is_in(path: Path) -> bool:
+    before = b""
+    with suppress(OSError), path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            searched = before + part
+            if _DOUBLED.search(searched):
+                return True
+            before = searched[-_DOUBLED_BYTES:]
+    return False
 
 
 def _step_numbers(row: Row) -> Iterator[tuple[str, Any]]:
@@ -230,12 +274,6 @@ def _rank_numbers(row: Row) -> Iterator[tuple[str, Any]]:
     for rank in range(size):
         for name, numbers in by_name.items():
             yield f"ranks/{rank}/{name}", numbers[rank]
-
-
-def _validation_numbers(row: Row) -> Iterator[tuple[str, Any]]:
-    subset = row.get("subset", "valid")
-    for name, number in validation_numbers(row):
-        yield f"valid/{subset}/{name}", number
 
 
 def _words(row: Mapping[str, Any]) -> str:

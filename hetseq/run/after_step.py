@@ -32,6 +32,7 @@ from hetseq.run.step_watch import StepWatch
 from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.system.rank_phase import Phase, Stand, amid
+from hetseq.system.task_failure import noting
 from hetseq.training.controller import Controller, TrainingState
 from hetseq.training.replica_check import ReplicaCheck
 from hetseq.training.share_policy import Shift
@@ -300,7 +301,9 @@ class AfterStep:
         state, is_best, figures = controller.state, False, {}
         for place, validator in enumerate(self._validators):
             # a rank with a small share waits for the others, far longer than in a step
-            with amid(Phase.VALIDATION, Phase.BOUNDARY), controller.patience_for(samples=len(validator.source.dataset)):
+            patience = controller.patience_for(samples=len(validator.source.dataset))
+            told = f"validation after step {state.position.step - 1}"
+            with amid(Phase.VALIDATION, Phase.BOUNDARY), noting(told), patience:
                 values = validator.evaluate(
                     controller.task, controller.replica.model, controller.group, controller.pace.divide
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -340,7 +341,7 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
     job.metrics.set_total(total)
     reports.status.write(0.0, force=True, step=state.position.step - 1, state="start" if job.is_first else "train")
     if job.is_first or job.carried is None:
-        _say_what_runs(controller, job.material)
+        _say_what_runs(controller, job.material, reports.status.names)
     if feed.shards is not None and job.group.rank == 0:
         say_what_holds(feed.shards, job.layout.of_leaders(job.slots_of_ranks), has_begun=not job.is_first)
     if job.is_first:
@@ -511,7 +512,13 @@ def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: Traini
     return place.step - 1 + min(limits) if limits else None
 
 
-def _say_what_runs(controller: Controller, material: LoadedTask) -> None:
+def _devices_in_words(names: Sequence[str]) -> str:
+    """`cpu`, or `1 cuda, 2 cpu` where the ranks differ; `names` are `node/device`."""
+    kinds = Counter(name.rpartition("/")[2].partition(":")[0] for name in names)
+    return ", ".join(kind if len(kinds) == 1 else f"{number} {kind}" for kind, number in kinds.items())
+
+
+def _say_what_runs(controller: Controller, material: LoadedTask, names: Sequence[str]) -> None:
     parameters = sum(parameter.numel() for parameter in material.model.parameters())
     plan = controller.planner.plan(controller.state.position)
     logger.info(
@@ -520,7 +527,7 @@ def _say_what_runs(controller: Controller, material: LoadedTask) -> None:
     )  # fmt: skip
     logger.info(
         "%d rank%s (%s); the next step has %d samples, shares %s", controller.group.world_size,
-        "" if controller.group.world_size == 1 else "s", material.device.type, plan.size,
+        "" if controller.group.world_size == 1 else "s", _devices_in_words(names), plan.size,
         "+".join(map(str, plan.shares)),
     )  # fmt: skip
     work = controller.planner.work(plan.epoch, plan.start, plan.stop)

@@ -299,11 +299,10 @@ class Saver:
         self._lend_patience()
         refusal = self._manager.prepare(tensors)
         if refusal is None:
-            memory_mb = self._manager.node_memory_bytes / 1e6
-            logger.info(
-                "checkpoints wait in %.1f MB of this node's shared memory until they are written%s", memory_mb,
-                ", and the newest state stays there for a restart after a kill" if self._manager.keeps_states else "",
-            )  # fmt: skip
+            if self._generation == 0:  # once per start, not after each recovery
+                memory_mb = self._manager.node_memory_bytes / 1e6
+                reason = ", kept for crash recovery" if self._manager.keeps_states else ""
+                logger.info("async checkpoints: %.1f MB of /dev/shm%s", memory_mb, reason)
             if self._config.memory_interval_updates and not self._manager.keeps_states:
                 logger.info("there is no room for a second state in memory: after a kill the run resumes from the disk")
         elif self._config.memory_buffer_bytes() == 0:

@@ -44,9 +44,10 @@ from hetseq.cluster.membership.compatibility import (
     printable,
 )
 from hetseq.config.sections import Config
-from hetseq.data.fetch import base_order, seed_everything
+from hetseq.data.fetch import TRAINING_DATA, base_order, samples_in_words, seed_everything
 from hetseq.data.plan import derive_seed, epoch_order
 from hetseq.errors import DataError
+from hetseq.system.task_failure import noted
 from hetseq.task import lengths_of
 from hetseq.training.optim import learning_rates
 from hetseq.training.task_checks import LossTrial
@@ -297,10 +298,15 @@ def _content(dataset: Any, seed: int, is_late: Callable[[], bool]) -> str:
 
 def _read(dataset: Any, index: int, seed: int) -> _Reading:
     seed_everything(derive_seed(seed, 1, index))
-    sample = dataset.__getitems__([index]) if hasattr(dataset, "__getitems__") else dataset[index]
+    read = functools.partial(_sample, dataset)
+    sample = noted(read, samples_in_words([index], TRAINING_DATA))(index)
     reading = _Reading()
     reading.take(sample, "")
     return reading
+
+
+def _sample(dataset: Any, index: int) -> Any:
+    return dataset.__getitems__([index]) if hasattr(dataset, "__getitems__") else dataset[index]
 
 
 def _exact_content(dataset: Any, seed: int) -> str:

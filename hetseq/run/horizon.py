@@ -26,7 +26,7 @@ def settled(config: OptimizationConfig, state: TrainingState, last_step: int | N
         left = None if last_step is None else last_step - (state.position.step - 1)
         state.decay_steps = WITHOUT_END if left is None else max(1, state.updates + left)
     warmup = config.warmup_updates
-    if config.total_num_update is None and _decays(config) and warmup >= state.decay_steps:
+    if config.total_num_update is None and decays(config) and warmup >= state.decay_steps:
         warmup = state.decay_steps // 2
     return replace(config, warmup_updates=warmup, total_num_update=state.decay_steps)
 
@@ -39,7 +39,7 @@ def in_words(config: OptimizationConfig, state: TrainingState, last_step: int | 
             "this run has no end, as none of --max-update, --max-epoch and --min-lr is given: Ctrl-C or SIGTERM ends it"
             " with a checkpoint"
         )
-    if config.total_num_update is not None or not _decays(config) or last_step is None or state.decay_steps is None:
+    if config.total_num_update is not None or not decays(config) or last_step is None or state.decay_steps is None:
         return said
     if config.warmup_updates >= state.decay_steps:
         said.append(
@@ -64,5 +64,6 @@ def has_end(config: OptimizationConfig) -> bool:
     return config.max_update > 0 or config.max_epoch > 0 or config.min_lr >= 0
 
 
-def _decays(config: OptimizationConfig) -> bool:
+def decays(config: OptimizationConfig) -> bool:
+    """Whether the learning rate falls to its end over a number of updates."""
     return config.lr_scheduler in _DECAYING

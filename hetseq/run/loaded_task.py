@@ -16,7 +16,7 @@ import torch
 
 from hetseq import registry
 from hetseq.config.sections import Config, DataConfig
-from hetseq.data.fetch import seed_everything
+from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
 from hetseq.parallel.replica import batch_norms, check_model
@@ -24,6 +24,7 @@ from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
+from hetseq.system.task_failure import noted, noting
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
 from hetseq.training import compile as compiling
 from hetseq.training import task_checks as probe
@@ -46,6 +47,7 @@ class LoadedTask:
     device: torch.device
     precision: Precision
     trial: probe.LossTrial = field(default_factory=probe.LossTrial)
+    split: str = "train"  # name of the training data
 
     @functools.cached_property
     def task_state(self) -> TaskState:
@@ -67,8 +69,9 @@ class LoadedTask:
                 raise probe.changed_terms(self.task, counts, self.terms)
             return tuple(counts[term] for term in self.terms)
 
-        collate = collater_of(self.task, dataset)
-        return Source(dataset, collate, count, self.place, len(self.terms), self.seed, self.device.type == "cuda")
+        collate, is_pinned = collater_of(self.task, dataset), self.device.type == "cuda"
+        split = next((name for name, data in self.valid.items() if data is dataset), self.split)
+        return Source(dataset, collate, count, self.place, len(self.terms), self.seed, is_pinned, split)
 
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
@@ -79,7 +82,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     train = load_split(task, config.data.train_subset)
     valid = {} if config.validation.disable_validation else _validation_splits(task, config.data)
     place = place_on(device, precision.storage)
-    collate = collater_of(task, train)
+    collate = noted(collater_of(task, train), f"the first samples of {TRAINING_DATA}")
     terms = probe.find_terms(task, train, collate)
     whereabouts.enter(Phase.MODEL)
     seed_everything(seed)
@@ -87,7 +90,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     check_model(model)
     model.to(device, precision.storage)
     whereabouts.enter(Phase.TRIAL)
-    with precision.computing(device):
+    with noting("the trial before the first step"), precision.computing(device):
         trial = probe.check_loss(
             task, model, train, collate=collate, place=place, terms=terms, seed=seed, precision=precision
         )
@@ -99,7 +102,9 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         compiling.warm_up(
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
-    return LoadedTask(task, train, valid, model, terms, place, seed, device, precision, trial)
+    return LoadedTask(
+        task, train, valid, model, terms, place, seed, device, precision, trial, config.data.train_subset
+    )  # fmt: skip
 
 
 def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:

@@ -356,7 +356,9 @@ def resume(
     if "meters" in resets:
         state.best, state.ended_by_task = None, False
     state.resets = {**(state.resets if is_own else {}), **dict.fromkeys(resets, loaded.identity.step)}
-    logger.info("resuming after step %d (%s)", loaded.identity.step, loaded.place)
+    is_in_run = is_own and not loaded.is_from_memory
+    place = "/".join(loaded.path.parts[-2:]) if is_in_run else loaded.place
+    logger.info("resuming after step %d (%s)", loaded.identity.step, place)
     if changed := changes(saved.get("recipe", {}), here.recipe):  # not written before 2026-11
         logger.info("changed since step %d: %s", loaded.identity.step, ", ".join(changed))
     return state, here

@@ -46,6 +46,7 @@ from hetseq.errors import NonFiniteError
 from hetseq.system import faults
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
+from hetseq.system.task_failure import noting
 from hetseq.training.precision import LossScale
 from hetseq.training.share import Part, ShareComputer
 from hetseq.training.share_policy import SharePolicy
@@ -198,7 +199,8 @@ class Controller:
         with self.replica.buffers.changing_alike():
             self.task.update_step(self.state.updates)  # values that a task derives from it are not in a checkpoint
         while not self.has_ended():
-            outcome = (yield from self.step()).outcome
+            with noting(f"step {self._plan.step}"):
+                outcome = (yield from self.step()).outcome
             if outcome.wish and not self.has_ended():
                 is_leaving = outcome.rows[self.group.rank].wish & Wish.LEAVE
                 return Halt.STOPPED if outcome.wish & Wish.STOP else Halt.LEAVING if is_leaving else Halt.CHANGING

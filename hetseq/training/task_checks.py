@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetseq.data.fetch import seed_everything
+from hetseq.data.fetch import TRAINING_DATA, samples_in_words, seed_everything
 from hetseq.errors import TaskError
+from hetseq.system.task_failure import noted
 from hetseq.task import Sums, Task, check_sums, counts_of, is_overridden
 from hetseq.training.carried_state import CarriedState
 from hetseq.training.precision import PRECISIONS, Precision
@@ -168,13 +169,13 @@ def _probes(dataset: Any) -> list[list[int]]:
 def _samples(dataset: Any, indices: list[int]) -> Any:
     if hasattr(dataset, "__getitems__"):
         seed_everything(0)
-        return dataset.__getitems__(indices)
+        return noted(dataset.__getitems__, samples_in_words(indices, TRAINING_DATA))(indices)
     return [_sample(dataset, index) for index in indices]
 
 
 def _sample(dataset: Any, index: int) -> Any:
     seed_everything(index)  # a random sample is the same alone, in a batch, and on every rank
-    return dataset[index]
+    return noted(dataset.__getitem__, samples_in_words([index], TRAINING_DATA))(index)
 
 
 Result = tuple[dict[str, float], Sums]

@@ -1,4 +1,4 @@
-"""Situations of docs/errors.md, provoked on this machine: code, words and exit code of each, within ten seconds.
+"""Situations of docs/reference/errors.md, provoked on this machine: code, words and exit code of each, in ten seconds.
 
 One test and one table: `python -m pytest -s tests/end_to_end/test_error_catalogue.py`. A situation is a `Case`: the
 commands of its nodes, and what comes of them. Its seconds count from the start of the last node, or from the moment in

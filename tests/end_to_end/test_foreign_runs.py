@@ -1,6 +1,6 @@
 """A run directory from somebody else: what looks at it runs nothing of it, what evaluates it runs the task it names.
 
-Both are told in docs/security.md.
+Both are told in docs/guides/security.md.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Checkout:
         for name in ("hetseq", "tasks", "preprocessing", "bench"):
             shutil.copytree(ROOT / name, folder / name, symlinks=True)  # with compiled modules and their times
         (folder / "docs").mkdir()
-        for page in ("running.md", "failures.md", "gpt.md", "bert.md"):
+        for page in ("guides/running.md", "guides/fault-tolerance.md", "start/gpt.md", "start/bert.md"):
             shutil.copy(ROOT / "docs" / page, folder / "docs")
 
     def change(self, path: str, old: str, new: str) -> None:

@@ -1,4 +1,4 @@
-"""The programs of docs/coming.md: what torchrun, Accelerate and Lightning train, HetSeq trains with the same losses.
+"""The programs of docs/concepts/compared.md: HetSeq gives the losses of torchrun, Accelerate and Lightning.
 
 All begin with the same parameters and see the same samples in the same order, in float64, so that nothing differs but
 the order of sums: measured are 8.9e-16 nats over 24 steps. With plain SGD a wrong scale of the gradient would show.

@@ -71,6 +71,9 @@ from pathlib import Path
 
 (Path(__file__).parent / "reached").touch()
 time.sleep(60)
+
+class Slow:
+    pass
 """
 # a rank that loads is told of after 10 s
 IMPATIENT = """
@@ -352,7 +355,7 @@ def test_a_worker_whose_memory_runs_out_in_the_exchange_takes_smaller_micro_batc
     ("fault", "words"),
     [
         ("lose the device", r"rank [02]: its device failed \(CUDA error: an illegal memory access"),  # the second one
-        ("fail on the device", r"rank 1: Traceback[\s\S]*AcceleratorError: CUDA error: device-side assert triggered"),
+        ("fail on the device", r"rank 1: your task failed: .*AcceleratorError: CUDA error: device-side assert"),
     ],
 )
 def test_what_would_make_every_device_fail_ends_the_run(tmp_path: Path, fault: str, words: str) -> None:
@@ -449,10 +452,10 @@ def test_an_exception_in_one_rank_is_shown_once_while_others_wait_in_a_collectiv
         trial.wait_until_gone(NOBODY_LEFT_S)
     assert finished.code == 1, "it would fail again in the same way"
     assert finished.err.count("ValueError: sample 40 is poisoned") == 1
-    assert finished.err.count("Traceback") == 1
-    assert "rank 1: " in finished.err
+    assert finished.err.count("rank 1: your task failed: ") == 1
     assert "lost a peer" not in finished.err
     logs = [(tmp_path / "run" / "log" / f"rank-{rank}.txt").read_text() for rank in range(3)]
+    assert [log.count("Traceback (most recent call last)") for log in logs] == [0, 1, 0]
     assert ["this rank is over: " in log for log in logs] == [True] * 3
     assert ["ValueError: sample 40 is poisoned" in log for log in logs] == [False, True, False]
 

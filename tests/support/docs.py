@@ -3,11 +3,13 @@
 A test runs each shell block (```console or ```bash) unless it has a title, which tells the reader where or when it
 applies: on another machine, in another terminal. In a `console` block lines with `$ ` are commands and the rest is
 their output; in a `bash` block every line is a command. A command that ends in `&` keeps running beside the next ones,
-like the nodes of a run, until `wait`.
+like the nodes of a run, until `wait`. A block whose title is a file of
+`docs/examples/` shows that file; `python -m tests.manual --write` puts it there.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -26,8 +28,7 @@ HERE = "$PWD"
 MEETING = "127.0.0.1:29400"
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}) *(?P<language>\w*)(?P<info>.*?)$")
-# Blocks of Python have the form with three lines: `--8<-- "file"` is an expression of Python, which ruff would format.
-_SNIPPET = re.compile(r'^--8<--(?: "|\n)(?P<path>[^"\n:]+)(?::(?P<section>[\w-]+))?(?:"|\n--8<--)$', re.M)
+_SHOWN = re.compile(r'title="(?P<path>docs/examples/[^":]+)(?:: (?P<name>\w+))?"')
 
 
 @dataclass(frozen=True)
@@ -113,23 +114,22 @@ def program_of(command: str) -> str:
     return "" if any(set(word) <= set("|&;<>") for word in words) else shlex.split(command)[0]
 
 
-def snippets(text: str) -> set[str]:
-    """The files whose text a page includes, from the root of the repository."""
-    return {match["path"] for match in _SNIPPET.finditer(text)}
+def file_of(block: Block) -> str | None:
+    """The file that a block shows, by its title, `docs/examples/FILE` or `docs/examples/FILE: NAME`."""
+    titled = _SHOWN.search(block.info)
+    return titled["path"] if titled else None
 
 
-def expanded(block: Block) -> str:
-    """The text of a block with its snippets in place."""
-    return _SNIPPET.sub(_content, "\n".join(block.lines))
-
-
-def _content(match: re.Match[str]) -> str:
-    lines = (ROOT / match["path"]).read_text(encoding="utf-8").splitlines()
-    if match["section"]:
-        begin = next(i for i, text in enumerate(lines) if f"[start:{match['section']}]" in text)
-        end = next(i for i, text in enumerate(lines) if f"[end:{match['section']}]" in text)
-        lines = lines[begin + 1 : end]
-    return "\n".join(lines)
+def content_of(block: Block) -> list[str]:
+    """The lines of the file that a block shows: all, or those of the class or function that its title names."""
+    titled = _SHOWN.search(block.info)
+    assert titled is not None, block
+    text = (ROOT / titled["path"]).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if not titled["name"]:
+        return lines
+    (node,) = (one for one in ast.parse(text).body if getattr(one, "name", None) == titled["name"])
+    return lines[node.lineno - 1 : node.end_lineno]
 
 
 def anchors(text: str) -> set[str]:

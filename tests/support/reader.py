@@ -15,7 +15,10 @@ PATIENCE_S = 110
 #: for trainings with --data, which otherwise take minutes
 _CUT_SHORT = ["--max-update", "4"]
 #: a folder of text that a reader brings: some pages of the manual
-_TEXT, _TEXT_PAGES = "text", ("messages", "migrating", "network", "nodes", "running")
+_TEXT = "text"
+_TEXT_PAGES = (
+    "reference/errors", "concepts/hetseq-2020", "guides/network", "guides/multi-node", "guides/running",
+)  # fmt: skip
 
 
 class Reader:
@@ -30,7 +33,8 @@ class Reader:
         (checkout / "train.py").symlink_to(ROOT / "train.py")
         (checkout / _TEXT).mkdir()
         for name in _TEXT_PAGES:
-            (checkout / _TEXT / f"{name}.txt").symlink_to(ROOT / "docs" / f"{name}.md")
+            page = ROOT / "docs" / f"{name}.md"
+            (checkout / _TEXT / f"{page.stem}.txt").symlink_to(page)
         self.checkout = checkout
         self._closing = closing
         self._beside: list[tuple[str, Command]] = []

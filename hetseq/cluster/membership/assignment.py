@@ -6,6 +6,7 @@ Launchers do not import torch, so neither does this module. `run.inference` runs
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -75,6 +76,7 @@ class Assignment:
     starts: int = 0  # number of earlier processes in this slot
     is_replacement: bool = False  # the run began without this process
     faults: str = ""  # faults to inject on purpose (`faults`)
+    begun_s: float = field(default_factory=time.monotonic)  # when the command began, on the clock of its machine
 
 
 @dataclass(frozen=True)

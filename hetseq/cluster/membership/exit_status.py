@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from hetseq.system.task_failure import FAILED
 
 #: signals that the program itself causes; they would recur after a restart
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 TOO_EARLY = "before the first step"  # words of a launcher that was stopped
-_LAST_WORDS = re.compile(r"; its last words are in log/rank-\d+\.txt")
+_LAST_WORDS = re.compile(r"; its last words are in log/rank-\d+\.txt|\nfull traceback: log/rank-\d+\.txt\b.*")
 _NOTHING_SAVED = "nothing had been saved yet"
 
 
@@ -120,6 +121,13 @@ def _of_process(end: WorkerEnd, who: str) -> str:
     return f"{who} was killed ({name}{hint}) [worker-died]"
 
 
+def with_trace(message: str, rank: int) -> str:
+    """The message; a failure of the user's code, of which it shows only a part, also names the file with the rest."""
+    if not message.startswith(FAILED):
+        return message
+    return f"{message}\nfull traceback: log/rank-{rank}.txt in the run directory"
+
+
 def lost(reason: str, has_commit: bool) -> Ending:
     """The end of a run that was interrupted, not one that failed."""
     if has_commit:
@@ -152,7 +160,7 @@ class _Names:
         """The reason for a failure, with the rank if only one rank failed."""
         # Rank zero's message reaches the others in a row of fixed size, so their copies may be truncated.
         same = [other for other in ends if other is end or _is_cut_from(end.message, other.message)]
-        message = max((other.message for other in same), key=len)
+        message = with_trace(max((other.message for other in same), key=len), end.rank)
         if self._hosts:
             is_shared = {self._hosts.get(other.rank) for other in same} == set(self._hosts.values())
         else:

@@ -151,7 +151,7 @@ SIMULATE = Command(
         CommandOption("--json", "print one line of JSON, for scripts"),
     ),
     examples=("hetseq simulate cluster.yaml",),
-    notes=("The keys of the file are in docs/planning.md.",),
+    notes=("The keys of the file are in docs/guides/plan.md.",),
 )
 
 

@@ -19,7 +19,7 @@ from hetseq.data.plan import derive_seed
 from hetseq.task import build_model, is_overridden
 
 _FEW = 8  # samples that are read twice
-_PAGE = "docs/exactness.md"
+_PAGE = "docs/concepts/exactness.md"
 
 
 def of_reading(reader: Reader, samples: int) -> SelftestFinding | None:

@@ -21,7 +21,7 @@ from hetseq.commands.selftest.fixed_randomness import tensors_of
 from hetseq.commands.selftest.measure import Bench, MeasuredStep, StepPiece
 from hetseq.task import is_overridden
 
-_PAGE = "docs/exactness.md"
+_PAGE = "docs/concepts/exactness.md"
 _MOST = 12  # samples of an experiment with pairs
 _APART = 1e-3  # relative: the weights of samples with closer losses cannot be found
 
@@ -220,7 +220,7 @@ class Diagnosis:
                 "mean", term,
                 f"the model's loss is not the mean over the samples: times their number it is {together:.6g} for the"
                 f" step in one piece, and {added:.6g} for its micro-batches added up",
-                "Write loss and count: the sum, and its divisor, such as masked words (docs/custom-task.md)",
+                "Write loss and count: the sum, and its divisor, such as masked words (docs/start/own-model.md)",
                 added, together,
             )  # fmt: skip
         where = f"{module} mixes" if module else "the loss mixes"

@@ -247,7 +247,7 @@ class _Examination:
                     "random loss", term,
                     "it draws for a whole micro-batch from NumPy's or Python's generator, or within an operator, and"
                     " cannot be made constant",
-                    "Draw with torch, one number per sample, or give --unit-size N (docs/exactness.md)",
+                    "Draw with torch, one number per sample, or give --unit-size N (docs/concepts/exactness.md)",
                 )
             )  # fmt: skip
             return
@@ -323,7 +323,8 @@ class _Examination:
                 "batch statistics", module or term,
                 f"in training it mixes the samples of a micro-batch: {term} is {expected:.6g} for the step in one piece"
                 f" and {found:.6g} split over ranks",
-                "Use GroupNorm or LayerNorm, or give --unit-size N: see `Batch normalisation` in docs/exactness.md",
+                "Use GroupNorm or LayerNorm, or give --unit-size N: see `Batch normalisation` in"
+                " docs/concepts/exactness.md",
                 found, expected,
             )
         )  # fmt: skip

@@ -47,6 +47,10 @@ margin-right:.4em;border-radius:2px;vertical-align:-.05em;background:currentColo
 font-variant-numeric:tabular-nums}.bars text.name{fill:var(--ink)}.grid{stroke:var(--rule)}.band{fill:var(--band)}
 i.pale{opacity:.4}.mark{stroke:var(--soft);stroke-dasharray:3 3}
 .line{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scaling-stroke}.pale{opacity:.4}
+.line.d1{stroke-width:2.2;stroke-dasharray:7 6}.line.d2{stroke-width:2.2;stroke-dasharray:4 9;stroke-dashoffset:-8}
+.line.d3{stroke-width:3;stroke-dasharray:2 11;stroke-dashoffset:-3}
+i.dashed{background:repeating-linear-gradient(90deg,currentColor 0 .25em,transparent .25em .55em)!important;
+width:1.35em!important}
 .line.c0{stroke:var(--c0)}.line.c1{stroke:var(--c1)}.line.c2{stroke:var(--c2)}.line.c3{stroke:var(--c3)}
 .line.c4{stroke:var(--c4)}.line.c5{stroke:var(--c5)}.line.c6{stroke:var(--c6)}.line.c7{stroke:var(--c7)}
 .fill.c0{fill:var(--c0)}.fill.c1{fill:var(--c1)}.fill.c2{fill:var(--c2)}.fill.c3{fill:var(--c3)}
@@ -66,6 +70,7 @@ class Curve:
     colour: int = 0
     has_dots: bool = False
     is_pale: bool = False  # behind a curve that matters more
+    dash: int = 0  # 1 to 3: another pattern each, so that equal curves behind it can be seen
     is_named: bool = True  # in the legend
 
 
@@ -122,11 +127,10 @@ def line_chart(
         f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {_BOX:.0f} {_BOX:.0f}" preserveAspectRatio="none">'
     )
     for curve, _, _ in kept:
-        pale = " pale" if curve.is_pale else ""
         path = path_of(
             np.asarray(curve.x), np.asarray(curve.y), first=first, last=last, low=low, high=high, columns=columns
         )
-        parts.append(f'<path class="line c{curve.colour}{pale}" d="{path}"><title>{escape(curve.name)}</title></path>')
+        parts.append(f'<path class="line {_style(curve)}" d="{path}"><title>{escape(curve.name)}</title></path>')
     parts.append("</svg>")
     for curve, x, y in kept:
         if len(x) == 1 or (curve.has_dots and len(x) <= _MOST_DOTS):
@@ -136,9 +140,7 @@ def line_chart(
                     f'<circle class="fill c{curve.colour}" {centre} r="3">'
                     f"<title>{escape(curve.name)}: {value:.6g} at {number(at)}</title></circle>"
                 )
-    legend = [
-        (f"c{curve.colour}{' pale' if curve.is_pale else ''}", curve.name) for curve, _, _ in kept if curve.is_named
-    ]
+    legend = [(_style(curve), curve.name) for curve, _, _ in kept if curve.is_named]
     legend = [] if len(legend) < 2 else legend
     if bands and band_name:
         legend.append(("band", band_name))
@@ -242,6 +244,10 @@ def number(value: float) -> str:
         return f"{round(value):,}"
     text = f"{value:.4g}"
     return f"{value:,.0f}" if "e+" in text and abs(value) < 1e7 else text
+
+
+def _style(curve: Curve) -> str:
+    return f"c{curve.colour}{' pale' * curve.is_pale}{f' dashed d{curve.dash}' if curve.dash else ''}"
 
 
 def _known(curve: Curve) -> tuple[Floats, Floats]:

@@ -11,6 +11,7 @@ free, and a launcher that reaches the end of the run writes in its place.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import threading
@@ -20,27 +21,31 @@ from pathlib import Path
 
 from hetseq.config.command_line import Argument, Command, CommandOption
 from hetseq.errors import ConfigError, RunDirectoryError
-from hetseq.monitor.report.compare import compare, comparison_page
+from hetseq.monitor.report.compare import compare, comparison_page, sentences
 from hetseq.monitor.report.page import report_page
 from hetseq.monitor.report.recorded import load_run
 from hetseq.run_directory import RunDirectory, replace_file, utc_now
 
 COMMAND = Command(
     "report",
-    "Write a report of a run as one HTML file for any browser, without a server; or compare two runs.",
-    usage=("RUN [RUN2] [--output FILE]",),
+    "Write a report of a run as one HTML file for any browser, without a server; or compare runs.",
+    usage=("RUN [RUN2 ...] [--output FILE]",),
     words=(
         Argument("RUN", "the --save-dir of a run, finished or not; its report.html is overwritten"),
         Argument(
-            "RUN2", "another run: both curves, their largest difference, and the options that differ", is_optional=True
+            "RUN2",
+            "another run: which is faster, both curves, their largest difference, and the options that differ",
+            is_optional=True,
         ),
+        *(Argument(name, "a further run, compared with the first", is_optional=True) for name in ("RUN3", "RUN4")),
         CommandOption(
-            "--output", "file to write; default: RUN/report.html, or RUN/comparison.html for two runs", "FILE"
+            "--output", "file to write; default: RUN/report.html, or RUN/comparison.html for several runs", "FILE"
         ),
     ),
     examples=("hetseq report runs/mnist", "hetseq report runs/first runs/second --output comparison.html"),
 )
 
+_RUNS = ("RUN", "RUN2", "RUN3", "RUN4")
 _PATIENCE_S = 60.0  # 10,000 steps of 64 ranks, 109 MB, take 2.4 s; a file system may hang
 _PACKAGES = ("torch", "numpy")
 _NOT_NEEDED = "another launcher reports"
@@ -49,18 +54,19 @@ _NOT_NEEDED = "another launcher reports"
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     """`hetseq report`: write the page and print its path; returns the exit code. Raises as `load_run` does."""
     runs, output = _parse(words)
-    first = load_run(runs[0])
-    if len(runs) == 1:
+    first, *others = map(load_run, runs)
+    if not others:
         path = output or RunDirectory(first.path).report
         text = report_page(first, facts=_facts())
     else:
-        second = load_run(runs[1])
-        if second.path.samefile(first.path):
-            raise ConfigError(f"{runs[0]} and {runs[1]} are the same directory: expected two runs to compare")
-        found = compare(first, second)
+        for (given, one), (given_too, other) in itertools.combinations(zip(runs, [first, *others]), 2):
+            if one.path.samefile(other.path):
+                raise ConfigError(f"{given} and {given_too} are the same directory: expected two runs to compare")
+        found = [compare(first, other) for other in others]
         path = output or first.path / "comparison.html"
-        text = comparison_page(found)
-        say(found.sentence())
+        text = comparison_page(*found)
+        for line in sentences(*found):
+            say(line)
     try:
         replace_file(path, text.encode(), is_durable=False)
     except OSError as error:
@@ -178,7 +184,7 @@ def _facts() -> list[tuple[str, str]]:
 
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
     given = COMMAND.read(words)
-    runs = [Path(given[name]) for name in ("RUN", "RUN2") if given[name] is not None]
+    runs = [Path(given[name]) for name in _RUNS if given[name] is not None]
     output = Path(os.path.abspath(given["--output"])) if given["--output"] is not None else None
     if output is not None and output.is_dir():
         raise ConfigError(f"--output {output} is a folder: expected a file, such as {output / 'report.html'}")

@@ -130,6 +130,11 @@ def _loss_not_finite(event: Event) -> tuple[str, str]:
     return what, "Look at these samples, and at the parts of the loss that have no gradient."
 
 
+def _advice(event: Event) -> tuple[str, str]:
+    what, _, remedy = str(event.get("text") or "no words were recorded").partition(": ")
+    return what, f"{remedy[:1].upper()}{remedy[1:]}." if remedy else ""
+
+
 def _gradient_zero(event: Event) -> tuple[str, str]:
     what = "the gradient was exactly 0 on all ranks, so nothing was learned"
     return what, "Look for code that cuts the loss off from the parameters: detach, no_grad, a count of 0."
@@ -151,4 +156,5 @@ _WORDS = {
     "replicas_differ": _replicas_differ,
     "loss_not_finite": _loss_not_finite,
     "gradient_zero": _gradient_zero,
+    "advice": _advice,
 }

@@ -43,7 +43,7 @@ font-variant-numeric:tabular-nums}th{text-align:left;font-weight:600;color:var(-
 border-bottom:1px solid var(--rule);vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}td.t{white-space:
 nowrap}td.w{min-width:190px;overflow-wrap:anywhere}.pair{display:grid;grid-template-columns:repeat(auto-fit,
 minmax(min(100%,380px),1fr));gap:0 28px}tr{break-inside:avoid}
-section p.soft{margin-bottom:1.2em}
+section p.soft{margin-bottom:1.2em}.headline{font-size:1.25em;font-weight:600;margin:.8em 0 .3em}
 @media(max-width:640px){thead{display:none}tr{display:flex;flex-wrap:wrap;gap:0 1em;padding:.4em 0;
 border-bottom:1px solid var(--rule)}td,td.n,td.t,td.w{border:0;padding:0;text-align:left;white-space:normal;min-width:0}
 td::before{content:attr(data-head) " ";color:var(--soft)}}
@@ -166,7 +166,7 @@ def duration(seconds: float) -> str:
 def loss_chart(run: RecordedRun, title: str, *, by_time: bool = False) -> str:
     """The loss of every step and the validations, with bands where ranks were missing."""
     x = run.elapsed_s if by_time else run.steps.astype(np.float64)
-    scale, x_title = _time_axis(x) if by_time else (1.0, "step")
+    scale, x_title = time_axis(float(x[-1]) if len(x) else 0.0) if by_time else (1.0, "step")
     curves = [Curve("each step", x / scale, run.loss, is_pale=True)]
     if len(run.steps) >= _MANY_STEPS:
         curves.append(Curve("mean of its neighbours", x / scale, _smooth(run.loss)))
@@ -253,9 +253,10 @@ def _ranks(run: RecordedRun) -> str:
     is_few = len(run.slots) <= COLOURS
     nodes = sorted({name.rpartition("/")[0] for name in run.names})
     columns = max(50, min(COLUMNS, _POINTS_OF_RANKS // len(run.slots) // 2))
+    part = _per_cent(run)
     curves = [
         Curve(
-            names[at], run.steps, run.shares[:, at],
+            names[at], run.steps, part[:, at],
             at if is_few else nodes.index(run.names[at].rpartition("/")[0]) % COLOURS, is_named=is_few,
         )
         for at in range(len(run.slots))
@@ -263,9 +264,18 @@ def _ranks(run: RecordedRun) -> str:
     coloured = "" if is_few else f"<p class=soft>{len(run.slots)} ranks, one colour per node.</p>"
     moved = sum(event.get("event") == "rebalance" for event in run.events)
     told = f"<p class=soft>The shares were moved {moved:,} times.</p>" if moved else ""
-    shares = line_chart("Shares", curves, unit="samples of a step", bands=bands_of(run), columns=columns,
+    shares = line_chart("Shares", curves, unit="per cent of a step", bands=bands_of(run), columns=columns,
                         band_name=f"fewer than {int(run.world_size.max())} ranks")  # fmt: skip
     return _times(run, names) + shares + coloured + told
+
+
+def _per_cent(run: RecordedRun) -> Floats:
+    """(n, m) the share of each slot in per cent of its step, NaN where it did not take part."""
+    shares = run.shares.astype(np.float64)
+    total = np.nansum(shares, axis=1, keepdims=True)  # (n, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        parts: Floats = np.where(np.isfinite(total) & (total > 0), shares / total * 100, np.nan)
+    return parts
 
 
 def _times(run: RecordedRun, names: Sequence[str]) -> str:
@@ -276,6 +286,7 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
     communication = np.where(is_there, run.communication_s[:, None], np.nan)
     kinds = [run.compute_s, run.data_s, run.overhead_s, run.wait_s, communication]
     means = np.array([_mean_of_columns(kind) for kind in kinds]).T  # (m, kinds)
+    part = _mean_of_columns(_per_cent(run))
     share, busy = _mean_of_columns(run.shares), means[:, :3].sum(axis=1)
     chosen = np.arange(len(means))
     left = ""
@@ -289,11 +300,12 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
         speeds = np.where(busy > 0, share / busy, np.nan)
-    columns = [aligned(share[chosen]), aligned(speeds[chosen]), *(aligned(kind[chosen] * 1000) for kind in means.T)]
+    columns = [aligned(numbers[chosen]) for numbers in (part, share, speeds)]
+    columns += [aligned(kind[chosen] * 1000) for kind in means.T]
     rows = [
         [str(run.slots[at]), run.names[int(at)] or "-", *cells] for at, cells in zip(chosen, zip(*columns))
     ]  # fmt: skip
-    heads = [">rank", "where", ">share", ">samples/s", *(f">{kind} ms" for kind, _ in _KINDS)]
+    heads = [">rank", "where", ">share %", ">samples", ">samples/s", *(f">{kind} ms" for kind, _ in _KINDS)]
     explained = (
         "<p class=soft>Means over the steps in which the rank took part. Wait: for slower ranks; a better split would"
         " save it. Data: for the loader; more --num-workers may help.</p>"
@@ -417,8 +429,8 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[:half]}\u2026{name[-half:]}"
 
 
-def _time_axis(seconds: Floats) -> tuple[float, str]:
-    most = float(seconds[-1]) if len(seconds) else 0.0
+def time_axis(most: float) -> tuple[float, str]:
+    """The seconds of a unit in which `most` seconds are read easily, and the title of its axis."""
     unit = next(((size, name) for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
                  if most > 3 * size), (1.0, "seconds"))  # fmt: skip
     return unit[0], f"{unit[1]} in steps"

@@ -178,7 +178,7 @@ def test_sections_use_the_commands_and_the_public_names_alone() -> None:
 
 
 def test_the_manual_has_every_section_with_its_limit(gpu_check: Any) -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
     table = dict(re.findall(r"^\| `(\w+)` \| (\d+ s)?", page, re.M))
     assert table == {
         section.name: "" if section.not_built else f"{section.limit_s} s" for section in gpu_check.SECTIONS

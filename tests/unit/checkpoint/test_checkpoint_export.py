@@ -343,7 +343,7 @@ def test_the_page_on_other_programs_does_what_it_says(tmp_path: Path, monkeypatc
     commit = save_state(tmp_path / "runs" / "digits", 1, state, UNEQUAL)
     names: dict[str, Any] = {}
     exports, loads = [], 0
-    for block in blocks((ROOT / "docs" / "checkpoints-elsewhere.md").read_text()):
+    for block in blocks((ROOT / "docs" / "guides" / "export.md").read_text()):
         text = "\n".join(block.lines)
         if block.language == "console":
             for words in map(shlex.split, block.commands()):

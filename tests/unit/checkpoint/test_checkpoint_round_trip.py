@@ -17,6 +17,7 @@ import torch
 
 from hetseq.checkpoint import Identity
 from hetseq.checkpoint.records import seal, unseal
+from hetseq.checkpoint.sync_save import SaveResult, say
 from hetseq.errors import EXIT_USAGE, CheckpointRefused, DisagreementError
 from tests.support.checkpoints import LINEAGE, contents, folder, loaded_step, manager, save, tensors_of, together
 
@@ -243,3 +244,10 @@ def test_the_hint_is_only_a_hint(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     hint.unlink()
     assert loaded_step(tmp_path) == 2
     assert caplog.records == []
+
+
+def test_a_checkpoint_is_told_by_its_folder_in_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "checkpoints" / "step-000000015.0f54"
+    say(SaveResult(path, ok=True, error=None, bytes=600_000, seconds=0.1, stall_s=0.0), step=15)
+    assert caplog.messages == ["checkpoint of step 15: checkpoints/step-000000015.0f54, 0.6 MB"]

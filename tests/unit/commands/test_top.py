@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,15 +17,19 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from hetseq import run_directory
-from hetseq.commands.top import Lookout, parse, run, view
+from hetseq.commands.top import _STYLES, parse, run, styled
 from hetseq.errors import ConfigError
 from hetseq.monitor.advice import AdviceSetting
+from hetseq.monitor.lookout import Lookout
+from hetseq.monitor.run_view import View, view
 from hetseq.monitor.status import RunStatus, read_facts
 from hetseq.run.after_step import StatusFiles
 from hetseq.run_directory import RunDirectory
 from hetseq.system.rank_phase import Phase, Stand
+from tests.support.recorded import step_row
 
 SIZE = 64
 
@@ -190,7 +196,10 @@ def changed(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from ({**told, key: inner} for inner in changed(value))
 
 
-def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_terminal(
+    tmp_path: Path, *, is_drawn: bool
+) -> None:
     gang(tmp_path, 2)
     status = told(8, 2)
     status.saved(7, 1.75)
@@ -199,7 +208,7 @@ def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_te
     for number, text in enumerate([*texts, "", "{", "null", "[]", "\0", texts[0][:90]]):
         path.write_text(text)
         os.utime(path, ns=(number, number))
-        lines = shown(tmp_path, width=60, height=24).split("\n")
+        lines = shown(tmp_path, width=60, height=24, is_drawn=is_drawn).split("\n")
         assert len(lines) <= 24, text
         assert max(map(len, lines)) <= 60, text
         assert "".join(lines).isprintable(), text
@@ -337,3 +346,236 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         run([str(tmp_path / "runs" / "none")], print)
     with pytest.raises(ConfigError, match="no file in it was written by a run"):
         run([str(tmp_path)], print)
+
+
+# On a terminal: bars, curves, incidents, and a run that starts or regroups.
+
+
+def drawn(run: Path, look: Lookout | None = None, **room: Any) -> View:
+    look = look or Lookout(run)
+    return view(run, look.signs(), look, **{"width": 120, "height": 30, "is_drawn": True, **room})
+
+
+def recorded(run: Path, steps: int, *events: dict[str, Any]) -> None:
+    """The rows of so many steps of three ranks, whose loss halves in each, and events."""
+    rows = [step_row(step, 2.0**-step, slots=(0, 1, 2)) for step in range(1, steps + 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (run / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+
+
+KILLED = {
+    "event": "generation", "generation": 1, "step": 8, "ranks": [0, 2], "seconds": 0.07,
+    "time_utc": "1970-01-01T00:16:40.000Z",
+    "story": "rank 1 on labB was killed (SIGKILL, as the kernel does when memory runs out) [worker-died]",
+}  # fmt: skip
+AFTER = 1002.0  # seconds of the wall clock: 2 s later
+
+
+def kinds_of(seen: View, words: str) -> set[str]:
+    """The kinds of the pieces with these words."""
+    return {kind for line in seen.drawn for text, kind in line if words in text}
+
+
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [
+        (120, "rank where share █ compute ▓ data ░ wait samples/s compute wait data memory GiB state seen"),
+        (80, "rank where share █ compute ▓ data ▒ rest ░ wait wait state seen"),
+        (60, "rank where share step wait state seen"),
+        (40, "rank share █ compute ░ wait state"),
+        (24, "rank share state"),
+    ],
+)
+def test_a_terminal_shows_for_each_rank_where_its_step_goes(tmp_path: Path, width: int, heads: str) -> None:
+    run = tmp_path / "digits"
+    run.mkdir()
+    gang(run, 3)
+    recorded(run, 8)
+    seen = drawn(run, width=width)
+    lines = seen.lines
+    assert max(map(len, lines)) <= width
+    place = next(place for place, line in enumerate(lines) if " share" in line)
+    assert " ".join(lines[place].split()) == heads
+    first = lines[place + 1]
+    bar = "".join(letter for letter in first if letter in "█▓▒░")
+    assert (len(bar) > 0) == (width > 24)
+    assert "".join(sorted(set(bar), key=bar.index)) in ("█▓▒░", "")
+    if width >= 40:
+        assert "step 8/1,000" in lines[0]
+        assert "loss 0.5" in lines[0]
+        assert any("48 samples/s" in line for line in lines[:2])
+
+
+def test_colours_are_by_state_and_never_needed(tmp_path: Path) -> None:
+    gang(tmp_path, 3)
+    write(tmp_path, 1, pid=None, state="gone")
+    seen = drawn(tmp_path)
+    assert [kinds_of(seen, word) for word in ("train", "slow", "gone")] == [{"good"}, {"slow"}, {"bad"}]
+    assert any(line.startswith(">") and "slow" in line for line in seen.lines)  # rank 2, for which the others wait
+    assert "slow" not in shown(tmp_path)  # plain text is for programs, and has one word for it
+    assert {kind for line in seen.drawn for _, kind in line} <= {*_STYLES, ""}
+
+
+def test_without_a_colour_the_text_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gang(tmp_path, 3)
+    recorded(tmp_path, 8)
+    seen = drawn(tmp_path)
+    texts = {}
+    for name, value in (("NO_COLOR", "1"), ("NO_COLOR", "")):
+        monkeypatch.setenv(name, value)
+        stream = io.StringIO()
+        Console(file=stream, force_terminal=True, color_system="truecolor", width=120).print(styled(seen))
+        texts[value] = stream.getvalue()
+    assert re.findall(r"\x1b\[[0-9;]*3[0-9]", texts["1"]) == []
+    assert re.findall(r"\x1b\[[0-9;]*3[0-9]", texts[""]) != []
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", text).split("\n") for text in texts.values()]
+    assert [[line.rstrip() for line in lines] for lines in plain] == [[*map(str.rstrip, seen.lines), ""]] * 2
+
+
+def test_the_course_of_loss_and_speed_is_drawn_where_it_fits(tmp_path: Path) -> None:
+    gang(tmp_path, 3)
+    recorded(tmp_path, 8)
+    wide = [" ".join(line.split()) for line in drawn(tmp_path).lines]
+    assert "loss 0.5 █▇▆▅▄▃▂▁ 0.00391 samples/s 180 ▁▁▁▁▁▁▁▁ 180" in wide
+    narrow = drawn(tmp_path, width=40).lines
+    assert "ranks: medians of 5 steps" in narrow  # and not a part of the words behind it
+    assert "loss 0.5 █▇▆▅▄▃▂▁ 0.00391" in narrow
+    assert "samples/s 180 ▁▁▁▁▁▁▁▁ 180" in narrow
+    assert not any("▁" in line for line in drawn(tmp_path, height=8).lines)
+    assert "▁" not in shown(tmp_path)
+
+
+def test_the_last_three_incidents_are_told_in_words(tmp_path: Path) -> None:
+    gang(tmp_path, 3)
+    back = {**KILLED, "generation": 2, "story": "rank 1 on labB is back", "ranks": [0, 1, 2]}
+    advice = {"event": "advice", "about": "data", "text": "more --num-workers"}
+    recorded(tmp_path, 8, {"event": "resume", "step": 1}, KILLED, {"event": "save", "step": 8}, back, advice, KILLED)
+    look = Lookout(tmp_path, wall=lambda: AFTER)
+    lines = drawn(tmp_path, look, width=160).lines
+    told = [line for line in lines if " ago, step 8: " in line]
+    killed = (
+        "2 s ago, step 8: rank 1 on labB was killed (SIGKILL, as the kernel does when memory runs out): 2 ranks"
+        " continue after 0.07 s without training"
+    )
+    assert told == [
+        killed,
+        "2 s ago, step 8: rank 1 on labB is back: 3 ranks continue after 0.07 s without training",
+        killed,
+    ]
+    assert not any("{" in line for line in lines)
+    assert "ago, step 8" not in shown(tmp_path, look)
+
+
+def test_many_ranks_leave_room_for_curve_and_incidents(tmp_path: Path) -> None:
+    gang(tmp_path, SIZE)
+    recorded(tmp_path, 8, KILLED, KILLED)
+    for height in range(6, 30):
+        lines = drawn(tmp_path, width=80, height=height).lines
+        assert len(lines) <= max(height, 7)
+        assert any(line.startswith(">  63") for line in lines)
+    assert any("▁" in line for line in lines)
+    assert any("ago, step 8" in line for line in lines)
+
+
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_ranks_that_regroup_are_shown_with_what_was_lost_and_never_with_zeros(
+    tmp_path: Path, *, is_drawn: bool
+) -> None:
+    """The rank that told of the run has been killed, and the others have not finished a step without it."""
+    recorded(tmp_path, 8, KILLED)
+    write(tmp_path, 0, share=None, run={})
+    write(tmp_path, 1, pid=None, state="gone", share=0)
+    write(tmp_path, 2, share=None)
+    look = Lookout(tmp_path, wall=lambda: AFTER)
+    lines = view(tmp_path, look.signs(), look, width=120, is_drawn=is_drawn).lines
+    assert "step 8  epoch 1  loss 0.003906" in lines[0]
+    assert [line.split()[2:4] for line in lines if "/cpu  " in line and "train" in line] == [["30", "33%"]] * 2
+    assert "rank 1 on labB was killed 2 s ago; 2 ranks resume from step 8" in lines
+    look = Lookout(tmp_path, wall=lambda: AFTER - 2)
+    lines = view(tmp_path, look.signs(), look, width=120, is_drawn=is_drawn).lines
+    assert "rank 1 on labB was killed just now; 2 ranks resume from step 8" in lines
+    assert not any("ago, step 8" in line for line in lines)  # and not twice
+
+
+def test_the_last_report_is_shown_while_ranks_regroup(tmp_path: Path) -> None:
+    gang(tmp_path, 3)
+    look = Lookout(tmp_path)
+    before = drawn(tmp_path, look).lines[0]
+    os.utime(write(tmp_path, 0, run={}), ns=(2**60, 2**60))
+    after = drawn(tmp_path, look)
+    assert after.lines[0] == before
+    assert "the ranks regroup: the next step is not done yet" in after.lines
+    assert not any("ETA" in line for line in after.lines)
+
+
+def launched(run: Path) -> None:
+    """A launcher has made the directory, and has started three ranks of which two have loaded."""
+    (run / "config.yaml").write_text(f"{run_directory.MARKER}, run id 0123456789abcdef\ndistributed_world_size: 3\n")
+    (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    os.utime(run / ".lock", ns=(10**12, 10**12))
+    (run / "log").mkdir()
+    for slot in (0, 1):
+        (run / "log" / f"rank-{slot}.txt").touch()
+
+
+def test_a_run_that_starts_is_waited_for(tmp_path: Path) -> None:
+    run_ = tmp_path / "digits"
+    run_.mkdir()
+    launched(run_)
+    look = Lookout(run_, wall=lambda: 1012.0)
+    for width in (120, 20):
+        seen = drawn(run_, look, width=width)
+        assert " ".join(" ".join(seen.lines).split()) == "digits starting: 2 of 3 ranks have loaded, 12 s"
+        assert seen.ending is None
+    for slot in range(3):
+        write(run_, slot, state="start", share=None)
+    seen = drawn(run_, look)
+    assert seen.lines[0] == "digits  starting: 3 of 3 ranks have loaded, 12 s"
+    assert [line.split()[2] for line in seen.lines if "/cpu" in line] == ["-"] * 3  # no share yet, which is not 0
+    said: list[str] = []
+    assert run([str(run_), "--once"], said.append) == 0
+    assert "starting: 3 of 3 ranks have loaded" in said[0]
+
+
+def test_a_start_that_failed_ends_the_view(tmp_path: Path) -> None:
+    launched(tmp_path)
+    look = Lookout(tmp_path)
+    assert drawn(tmp_path, look).ending is None
+    (tmp_path / ".lock").write_text("")
+    assert drawn(tmp_path, look).ending == (
+        "the run ended before its first step: the output of `hetseq train` and log/rank-N.txt say why"
+    )
+
+
+def test_of_a_run_that_has_ended_no_time_is_left(tmp_path: Path) -> None:
+    for slot in range(2):
+        write(tmp_path, slot, state="done", **({"run": told(8, 2).told(2.0)} if slot == 0 else {}))
+    seen = drawn(tmp_path)
+    assert seen.lines[-1] == "the run has ended: finished after step 8"
+    assert not any("ETA" in line for line in seen.lines)
+    assert kinds_of(seen, "finished") == {"good"}
+
+
+def test_whatever_rows_and_events_say_there_is_a_view(tmp_path: Path) -> None:
+    write(tmp_path, 0, run={})
+    write(tmp_path, 1)
+    rows = [*changed(step_row(2, slots=(0, 2)))]
+    events = [
+        *changed({**KILLED, "generation": 5}),
+        *changed({"event": "resume", "path": "x", "refused": [], "step": 2}),
+    ]
+    for number in range(max(len(rows), len(events))):
+        one, event = rows[number % len(rows)], events[number % len(events)]
+        (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_row(1))}\n{json.dumps(one)}\n")
+        (tmp_path / "events.jsonl").write_text(f"{json.dumps(event)}\n")
+        lines = drawn(tmp_path, width=60, height=24).lines
+        assert len(lines) <= 24, (one, event)
+        assert max(map(len, lines)) <= 60, (one, event)
+        assert "".join(lines).isprintable(), (one, event)
+
+
+def test_a_directory_without_ranks_or_launcher_is_refused(tmp_path: Path) -> None:
+    launched(tmp_path)
+    (tmp_path / ".lock").write_text("")
+    with pytest.raises(ConfigError, match="is not a run that has started: its status/ has no rank"):
+        run([str(tmp_path), "--once"], print)

@@ -133,9 +133,9 @@ def test_a_terminal_that_is_gone_ends_the_view(watched: Watched) -> None:
 def test_a_window_of_another_size_is_filled(watched: Watched) -> None:
     fcntl.ioctl(watched.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 40, 0, 0))
     watched.screen = b""
-    watched.shows(b"seen")
+    watched.shows(b"state")
     watched.screen = b""
-    watched.shows(b"seen")  # a whole picture of the new size
+    watched.shows(b"state")  # a whole picture of the new size
     assert b"labA/cpu" not in watched.screen  # the column of names has no room
     os.write(watched.controller, b"q")
     assert watched.ends() == 0
@@ -163,3 +163,24 @@ def test_the_view_ends_with_the_run(watched: Watched, tmp_path: Path) -> None:
     assert watched.ends() == 0
     assert is_sane(watched)
     assert b"finished after step 8" in watched.screen.rpartition(OWN_SCREEN)[2]
+
+
+def launched(run: Path) -> None:
+    """A launcher that has made the directory and whose workers have not reported."""
+    (run / "config.yaml").write_text("# HetSeq run configuration, run id 0123456789abcdef\ndistributed_world_size: 2\n")
+    (run / ".lock").write_text('{"pid": 1, "host": "labA"}')
+
+
+def test_a_run_that_starts_is_waited_for_until_it_ends(tmp_path: Path) -> None:
+    launched(tmp_path)
+    watched = Watched(tmp_path)
+    try:
+        watched.shows(b"starting: 0 of 2 ranks have loaded")
+        write(tmp_path, "train")
+        watched.shows(b"labA/cpu")
+        write(tmp_path, "done")
+        assert watched.ends() == 0
+        assert is_sane(watched)
+        assert b"finished after step 8" in watched.screen.rpartition(OWN_SCREEN)[2]
+    finally:
+        watched.close()

@@ -24,6 +24,7 @@ import hetseq.nebula
 from hetseq.config import parse
 from hetseq.config.sections import SECTIONS, flag
 from hetseq.errors import ConfigError
+from tests.manual import stale
 from tests.support.docs import (
     HERE,
     ROOT,
@@ -31,13 +32,13 @@ from tests.support.docs import (
     Block,
     anchors,
     blocks,
-    expanded,
+    content_of,
+    file_of,
     links,
     neither_run_nor_excused,
     pages,
     program_of,
     shell_blocks,
-    snippets,
 )
 
 SPIRALS = ROOT / "docs" / "examples" / "spirals.py"
@@ -106,7 +107,9 @@ def test_a_block_in_a_list_is_a_block() -> None:
 
 
 def test_every_public_name_is_on_the_page_of_the_python_interface() -> None:
-    shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = re.findall(
+        r"^::: ([\w.]+)$", (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     public = [f"hetseq.{name}" for name in hetseq.__all__ if name != "__version__"]
     assert sorted(shown) == sorted(public + [f"hetseq.nebula.{name}" for name in hetseq.nebula.__all__])
 
@@ -176,7 +179,7 @@ def test_the_words_are_few_and_each_has_one_meaning() -> None:
 
 
 def test_the_options_that_may_differ_between_nodes_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "multi-node.md").read_text(encoding="utf-8")
     begin = page.index("## What may differ between nodes")
     table = [line for line in page[begin : page.index("\n## ", begin + 1)].splitlines() if line.startswith("|")]
     fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
@@ -192,7 +195,7 @@ def test_every_dependency_has_its_reason() -> None:
     lists += re.findall(r'= \["([\w-]+)>=', project)
     names = {name for name in lists if name not in ("E", "W", "F", "setuptools")} & pinned()
     assert {"torch", "rich", "h5py", "ruff"} <= names
-    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
     assert [name for name in sorted(names) if re.search(rf"^\|.*\b{name}\b.*\|.*\|", page, re.M) is None] == []
 
 
@@ -243,14 +246,41 @@ def test_continuous_integration_is_the_script_of_the_repository() -> None:
 def test_python_on_a_page_is_python(page: Path) -> None:
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == "python":
-            compile(expanded(block), f"{name_of(page)}, line {block.line}", "exec", ast.PyCF_ONLY_AST)
+            compile("\n".join(block.lines), f"{name_of(page)}, line {block.line}", "exec", ast.PyCF_ONLY_AST)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page.is_relative_to(ROOT / "docs")], ids=name_of)
+def test_a_file_that_a_page_shows_is_on_the_page_as_it_is(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "--8<--" not in text, "a code host shows the line, not the file"
+    differing = [file_of(block) for block in blocks(text) if file_of(block) and list(block.lines) != content_of(block)]
+    assert differing == [], "run `make docs`"
+
+
+def test_the_pages_that_follow_from_the_code_are_up_to_date() -> None:
+    assert [name_of(page) for page in stale()] == [], "run `make docs`"
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_a_reader_is_not_told_how_a_page_is_made(page: Path) -> None:
+    shown = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.findall(r"(?i)generated from|do not edit", shown) == []
+
+
+def test_a_block_shows_a_whole_file_or_one_class_of_it() -> None:
+    whole = Block("python", ' title="docs/examples/readings.py"', (), 1)
+    (page,) = blocks('```python title="docs/examples/readings.py: Series"\n```')
+    assert content_of(whole) == (ROOT / "docs/examples/readings.py").read_text(encoding="utf-8").splitlines()
+    assert content_of(page)[0].startswith("class Series(")
+    assert content_of(page)[-1].startswith("    ")
+    assert file_of(Block("python", ' title="your own file"', (), 1)) is None
 
 
 def test_the_manual_shows_the_files_that_are_tested() -> None:
-    shown = snippets(everything())
+    shown = {file_of(block) for page in pages() for block in blocks(page.read_text(encoding="utf-8"))} - {None}
     there = {name_of(path) for path in (ROOT / "docs" / "examples").rglob("*") if path.suffix in (".py", ".yaml")}
     only_used = {"docs/examples/compare.py", "docs/examples/kill_worker.py"}
-    assert shown == there - only_used - {"docs/examples/circle.py"}, "which README shows"
+    assert shown == there - only_used
 
 
 def test_readme_shows_its_task_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""The page `What each message means` quotes messages as the code has them.
+"""The page `Errors` quotes messages as the code has them.
 
 On the page what stands in ‹ › is an example; everything else has to stand in one string of the source, in that order.
 A message that the source puts together of several strings is quoted in several lines.
@@ -16,7 +16,9 @@ import pytest
 
 from tests.support.docs import ROOT, Block, blocks
 
-PAGE = ROOT / "docs" / "messages.md"
+PAGE = ROOT / "docs" / "reference" / "errors.md"
+#: of the page what comes after the sections of codes, which test_catalogue.py compares
+WITHOUT_CODES = "\n## Messages of several nodes\n"
 #: the commands whose every refusal stands on the page, and what they have in common
 COMMANDS = (
     "config/command_line.py", "which_run.py", "commands/doctor/__init__.py", "commands/drop.py",
@@ -31,7 +33,7 @@ _TELLING = 12  # letters without which a quotation says nothing of where it is f
 
 
 def quotations() -> list[Block]:
-    return quotations_of(PAGE.read_text(encoding="utf-8"))
+    return quotations_of(PAGE.read_text(encoding="utf-8").partition(WITHOUT_CODES)[2])
 
 
 def quotations_of(page: str) -> list[Block]:

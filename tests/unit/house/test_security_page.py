@@ -1,4 +1,4 @@
-"""docs/security.md rests on tests: each one that it names is there."""
+"""docs/guides/security.md rests on tests: each one that it names is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tests.support.docs import ROOT
 
-PAGE = ROOT / "docs" / "security.md"
+PAGE = ROOT / "docs" / "guides" / "security.md"
 
 
 def named(text: str) -> list[tuple[str, str]]:

@@ -7,6 +7,8 @@ import socket
 
 import pytest
 
+import hetseq
+from hetseq.cluster.membership.assignment import InferenceJob
 from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge
 from hetseq.config import parse
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
@@ -129,5 +131,9 @@ def test_a_launcher_says_what_it_starts_before_workers_have_anything_to_say(
             return Ending(EXIT_DONE)
 
     monkeypatch.setattr(launch_module, "Launcher", Launcher)
-    launch_module.launch(parse(["--cpu", "--distributed-world-size", "2", "--env", "none"]))
-    assert said == [f"starting 2 workers on {socket.gethostname()} (cpu, cpu)\n"]
+    config = parse(["--cpu", "--distributed-world-size", "2", "--env", "none", "--save-dir", "runs/digits"])
+    launch_module.launch(config)
+    workers = f"starting 2 workers on {socket.gethostname()} (cpu, cpu)"
+    assert said.pop() == f"hetseq {hetseq.__version__} · run runs/digits · {workers}\n"
+    launch_module.launch(config, InferenceJob("/a/run"))  # its own --save-dir is a temporary folder
+    assert said.pop() == f"hetseq {hetseq.__version__} · {workers}\n"

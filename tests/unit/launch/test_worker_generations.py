@@ -45,6 +45,7 @@ def trained(session: FakeSession) -> dict[str, Any] | str:
     """How one rank's only generation ends."""
     life: Any = object.__new__(worker._Life)
     life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _tell_versions=mock.Mock())
+    life.__dict__.update(_placement=SimpleNamespace(begun_s=0.0), _sum_up=mock.Mock())
     life._build = lambda config, generation: session
     return drive(life._train(worker._Generation(GenerationRanks(0, (0,), ("a",)), None)))
 

@@ -55,6 +55,14 @@ def test_a_rank_that_waits_for_its_data_is_named_with_the_option() -> None:
     )
 
 
+def test_a_wait_for_data_has_to_be_longer_than_steps_differ_anyway() -> None:
+    rows = [row_of([100, 100], data_s=[0.0, 0.0121], seconds=0.1 * (1 + 0.3 * (at % 2))) for at in range(ADVICE_STEPS)]
+    found = summarise(rows)
+    assert found is not None
+    assert found.step_spread > 0.121
+    assert advise(found, AUTO) == ()
+
+
 def test_others_that_wait_for_their_data_are_counted() -> None:
     assert "12% of a step for its data, and 1 other rank waits too: more" in said([9, 9], data_s=[0.0121, 0.0120])
     assert ", and 2 other ranks wait too: more" in said([9, 9, 9], data_s=[0.0121, 0.0120, 0.0120])

@@ -14,6 +14,7 @@ import pytest
 
 from hetseq.config import parse
 from hetseq.config.sections import LogConfig
+from hetseq.monitor import tensorboard
 from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.monitor.tensorboard import Hyperparameters, hyperparameters
 from hetseq.run_directory import RunDirectory
@@ -82,14 +83,14 @@ def test_runs_stand_side_by_side_with_their_options_and_two_figures(tmp_path: Pa
             metrics.step(row(2, loss))
             metrics.validation({"step": 2, "epoch": 1, "valid_loss": 4.0, "valid_accuracy": 0.5})
     tab = Tab(tmp_path)
-    assert tab.metrics == ["train/loss", "valid/valid/loss"]
+    assert tab.metrics == ["train/loss", "valid/loss"]
     found = sorted(
         (group.hparams["lr"].number_value, {one.name.tag: one.value for one in group.metric_values})
         for group in tab.groups
     )
     assert found == [
-        (0.25, {"train/loss": 2.0, "valid/valid/loss": 4.0}),
-        (0.5, {"train/loss": 1.0, "valid/valid/loss": 4.0}),
+        (0.25, {"train/loss": 2.0, "valid/loss": 4.0}),
+        (0.5, {"train/loss": 1.0, "valid/loss": 4.0}),
     ]
     first = tab.groups[0].hparams
     assert (first["optimizer"].string_value, first["compile"].bool_value) == ("adamw", True)
@@ -129,7 +130,40 @@ def test_a_run_that_goes_on_keeps_its_hyperparameters(tmp_path: Path) -> None:
     ],
 )
 def test_the_second_figure_is_what_makes_a_checkpoint_the_best(flags: list[str], metrics: tuple[str, ...]) -> None:
-    assert hyperparameters(parse(["--task", "mnist", *flags])).metrics == metrics
+    assert hyperparameters(parse(["--task", "mnist", *flags])).metrics() == metrics
+
+
+def validated(run: Path, step: int, subset: str = "valid") -> None:
+    with metrics_of(run, hyperparameters(parse(["--task", "mnist"]))) as metrics:
+        metrics.step(row(step, 1.0))
+        metrics.event("resume", step=step, path="runs/valid/valid/3", refused=[])
+        metrics.validation({"step": step, "epoch": 1, "subset": subset, "valid_loss": 4.0})
+
+
+def scalars(run: Path) -> dict[str, list[int]]:
+    """What the SCALARS tab has of validations: tag -> steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run / "tensorboard"))
+    read.Reload()
+    return {tag: [one.step for one in read.Scalars(tag)] for tag in read.Tags()["scalars"] if tag[:5] == "valid"}
+
+
+def test_a_split_that_is_called_valid_is_not_named_twice(tmp_path: Path) -> None:
+    for step, subset in ((1, "valid"), (2, "valid"), (3, "dev")):
+        validated(tmp_path, step, subset)
+    assert scalars(tmp_path) == {"valid/loss": [1, 2], "valid/dev/loss": [3]}
+
+
+def test_a_run_with_doubled_tags_keeps_them_when_it_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(tensorboard, "has_doubled_tags", lambda _: True)
+        validated(tmp_path, 1)
+    assert scalars(tmp_path) == {"valid/valid/loss": [1]}
+    monkeypatch.setattr(tensorboard, "_PART_BYTES", 5)  # a tag may lie in two parts of a file
+    validated(tmp_path, 2)
+    assert scalars(tmp_path) == {"valid/valid/loss": [1, 2]}
+    assert Tab(tmp_path).metrics == ["train/loss", "valid/valid/loss"]
 
 
 def test_what_happened_to_a_run_stands_at_its_step(tmp_path: Path) -> None:

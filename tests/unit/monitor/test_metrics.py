@@ -6,6 +6,7 @@ import builtins
 import errno
 import io
 import json
+import logging
 import os
 import stat
 import threading
@@ -20,6 +21,7 @@ from hetseq.config.sections import LogConfig
 from hetseq.monitor import append_file as append_module
 from hetseq.monitor import metrics as metrics_module
 from hetseq.monitor import tensorboard as board_module
+from hetseq.monitor.advice import Advice
 from hetseq.monitor.metrics import Display, Metrics, Recording, read_events, read_rows
 from hetseq.run_directory import RunDirectory, json_line, write_all
 
@@ -115,6 +117,19 @@ def test_rows_and_events_are_written_in_order_and_in_full(make: Make, directory:
     assert (event["event"], event["slot"]) == ("join", 2)
     assert event["time_utc"].endswith("Z")
     assert {stat.S_IMODE(path.stat().st_mode) for path in (directory.metrics, directory.events)} == {0o600}
+
+
+def test_advice_is_an_event_and_a_hint_of_the_display_and_no_warning(
+    make: Make, directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    metrics = make()
+    for step in (20, 40):
+        metrics.advise([Advice("data", "more --num-workers may help")], step=step)
+    metrics.close()
+    told = [(event["step"], event["text"]) for event in read_events(directory.events)]
+    assert told == [(20, "more --num-workers may help")]
+    assert caplog.messages == []
 
 
 def test_a_number_that_is_not_finite_becomes_null(make: Make, directory: RunDirectory) -> None:
@@ -339,7 +354,7 @@ def test_tensorboard_reads_what_was_logged(make: Make, directory: RunDirectory) 
         "train/grad_norm": [(1, 4.0)],
         "train/samples_per_s": [(1, 128.0), (2, 128.0)],
         "train/cls": [(1, 1.5)],
-        "valid/valid/loss": [(2, 0.5)],
+        "valid/loss": [(2, 0.5)],
     }
     [file] = directory.tensorboard.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

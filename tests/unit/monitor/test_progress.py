@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import select
 import sys
 import termios
@@ -99,6 +100,10 @@ def test_the_line_of_a_step_without_numbers() -> None:
     assert step_text(row(3, loss=float("nan"), samples=1, seconds=2.0), None).endswith(
         "loss nan lr 0.01 grad_norm 1.2 samples/s 0.5"
     )
+
+
+def test_the_line_of_a_step_has_no_figure_that_needs_an_explanation() -> None:
+    assert step_text(row(120, noise_scale=210.0), 938) == step_text(row(120), 938)
 
 
 def test_the_line_of_a_skipped_step() -> None:
@@ -356,6 +361,52 @@ def test_a_narrow_terminal_gets_one_line_without_the_bar() -> None:
     assert stream.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (140, "step 2/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5333 ETA 0:15:36 saving step 1 (50%)"),
+        (80, "step 2/938 epoch 1 loss 0.2134 samples/s 5333 ETA 0:15:36 saving step 1 (50%)"),
+        (60, "step 2/938 epoch 1 loss 0.2134 samples/s 5333 ETA 0:15:36"),
+        (40, "step 2/938 loss 0.2134 ETA 0:15:36"),
+    ],
+)
+def test_a_narrow_line_keeps_step_loss_and_time_left(width: int, line: str) -> None:
+    stream, clock = Terminal(), Clock()
+    progress = live(stream, clock, width=width)
+    progress.saving = (1, 0.5)
+    progress.step(row(1))
+    clock.now_s += 1.0
+    progress.step(row(2))
+    progress.close()
+    assert f"{line}\n" in _plain(stream.getvalue())
+
+
+def _plain(shown: str) -> str:
+    """What a terminal shows, without control sequences, the bar, and spaces at the end of a line."""
+    return re.sub(r"[ ━╸╺]*\n", "\n", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", shown))
+
+
+def test_a_warning_is_yellow_a_lost_rank_red_and_the_best_validation_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    console = terminal(stream, force_terminal=True, width=140, height=24, color_system="standard")
+    progress = LiveProgress(console, total_steps=9, every_steps=None, now=Clock())
+    handler = ProgressHandler(progress)
+    progress.step(row(1))
+    progress.validation({"step": 1, "valid_loss": 0.5, "best": True})
+    handler.handle(logging.makeLogRecord({"msg": "slow", "levelno": logging.WARNING}))
+    handler.handle(logging.makeLogRecord({"msg": "rank 1 is gone [worker-died]", "levelno": logging.WARNING}))
+    progress.close()
+    handler.handle(logging.makeLogRecord({"msg": "after the end", "levelno": logging.WARNING}))
+    shown = stream.getvalue()
+    assert "\x1b[32m(best)\x1b[0m" in shown
+    assert "\x1b[33mslow\x1b[0m" in shown
+    assert "\x1b[31mrank 1 is gone [worker-died]\x1b[0m" in shown
+    assert sys.stderr.getvalue() == "\x1b[33mafter the end\x1b[39m\n"  # type: ignore[attr-defined]
+
+
 def test_the_cursor_comes_back_after_an_exception_in_training() -> None:
     stream = Terminal()
     progress = live(stream, Clock())
@@ -377,6 +428,7 @@ def test_the_cursor_comes_back_after_an_exception_in_training() -> None:
 
 
 def test_warnings_stand_above_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
     stream, clock, stderr = Terminal(), Clock(), Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
     progress = live(stream, clock)
@@ -398,7 +450,7 @@ def test_warnings_go_to_a_redirected_standard_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stderr", stderr)
     progress = live(stream, Clock())
     progress.step(row(1))
-    ProgressHandler(progress).handle(logging.makeLogRecord({"msg": "to the file"}))
+    ProgressHandler(progress).handle(logging.makeLogRecord({"msg": "to the file", "levelno": logging.WARNING}))
     progress.close()
     assert stderr.getvalue() == "to the file\n"
     assert "to the file" not in stream.getvalue()

@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetseq.monitor.rank_table import OVERHEAD_LINES, Row, rank_speeds, ranks_that_matter, summarise, table_lines
+from hetseq.monitor.block_chart import text_of
+from hetseq.monitor.rank_table import (
+    OVERHEAD_LINES,
+    Row,
+    Signs,
+    drawn_table,
+    is_held_up,
+    rank_speeds,
+    ranks_that_matter,
+    summarise,
+    table_lines,
+)
 
 GIB = 2**30
 
@@ -192,3 +203,38 @@ def test_a_duration_has_three_digits(seconds: float, text: str) -> None:
 def test_columns_stay_where_they_are_while_numbers_change() -> None:
     heads: Callable[[float], str] = lambda seconds: lines(row([seconds, seconds]))[1]  # noqa: E731
     assert heads(0.001) == heads(0.3104) == heads(70.0)
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "shares", "pace", "is_slow"),
+    [
+        ([0.5, 1.0, 0.6], [100, 100, 100], 1, True),
+        ([0.9, 1.0, 0.95], [100, 100, 100], 1, False),  # they wait, but not for long
+        ([0.5, 1.0, 0.6], [100, 100, 100], None, False),
+        ([0.9, 1.0, 0.0], [100, 100, 0], 1, False),  # a rank without work waits all the time
+        ([1.0], [100], 0, False),
+    ],
+)
+def test_a_rank_is_slow_if_the_others_wait_for_it(
+    compute_s: list[float], shares: list[int], pace: int | None, *, is_slow: bool
+) -> None:
+    summary = summarise([row(compute_s, shares=shares, pace=pace, seconds=1.0)])
+    assert summary is not None
+    assert is_held_up(summary) == is_slow
+    told = Signs(("train",) * len(shares), np.zeros(len(shares)))
+    words = [text_of(line).split()[-2] for line in drawn_table(summary, range(len(shares)), width=80, signs=told)[2:]]
+    assert words == ["slow" if is_slow and rank == pace else "train" for rank in range(len(shares))]
+
+
+def test_the_bars_of_ranks_are_on_one_scale() -> None:
+    """The first computes for half of its step and waits for the rest; the second does not wait."""
+    summary = summarise([row([0.5, 1.0], pace=1, seconds=1.0)])
+    assert summary is not None
+    lines = drawn_table(summary, [0, 1], width=200, signs=Signs(("train", "train"), np.zeros(2)))
+    pieces = [{kind: text for text, kind in line if kind in ("compute", "wait")} for line in lines[2:]]
+    assert pieces == [{"compute": "█" * 20, "wait": "░" * 20}, {"compute": "█" * 40}]
+    assert [text_of(line).split("█")[0] for line in lines[2:]] == [
+        "    0  lab0/cpu  100  50%  ",
+        ">   1  lab1/cpu  100  50%  ",
+    ]
+    assert [text_of(line).split()[-2] for line in lines[2:]] == ["train", "slow"]

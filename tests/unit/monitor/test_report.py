@@ -241,6 +241,11 @@ def test_the_report_says_how_far_the_run_is(
         ({"event": "resume", "path": None, "refused": ["/y"]}, "refused: 1", "checkpoints verify"),
         ({"event": "replicas_differ", "cause": "fault", "ranks": [3], "source": 0}, "rank 3", "memory"),
         ({"event": "replicas_differ", "cause": "rounding", "ranks": [3], "source": 0}, "equal to rank 0", "Nothing"),
+        (
+            {"event": "advice", "about": "data", "text": "rank 1 (vm/cpu) waits 8% of a step: more --num-workers help"},
+            "rank 1 (vm/cpu) waits 8% of a step",
+            "More --num-workers help.",
+        ),
         ({"event": "of the future", "fact": 7}, 'of the future {"fact": 7}', ""),
     ],
 )
@@ -248,6 +253,21 @@ def test_every_incident_has_words_and_where_it_helps_a_remedy(event: dict[str, A
     found = incident_of(event)
     assert what in found.what
     assert remedy in found.remedy
+
+
+def test_no_event_that_a_run_writes_is_shown_as_json() -> None:
+    names = {"generation", "save_failed", "resume", "replicas_differ", "loss_not_finite", "gradient_zero", "advice"}
+    assert not [name for name in names if "{" in incident_of({"event": name}).what]
+
+
+def test_shares_are_in_per_cent_so_that_a_short_last_step_does_not_move_them(tmp_path: Path) -> None:
+    rows = [step_row(1, shares=[30, 10]), step_row(2, shares=[30, 10]), step_row(3, shares=[3, 1])]
+    page = report_page(hetseq.load_run(write_run(tmp_path / "run", rows)))
+    shares = page[page.index("Shares <span") :]
+    shares = shares[: shares.index("</figure>")]
+    assert "per cent of a step by step" in shares
+    assert places(shares) == {(0, 0), (500, 0), (1000, 0), (0, 666.7), (500, 666.7), (1000, 666.7)}  # 75 and 25, from 0
+    assert '<td class="n" data-head="share %">75</td>' in page
 
 
 def test_skipped_steps_are_an_incident(tmp_path: Path) -> None:
@@ -297,6 +317,48 @@ def test_two_runs_are_compared_step_by_step(tmp_path: Path) -> None:
     Reading(page)
     assert "Largest loss difference 0.75 at step 3" in page
     assert "1 step only in a, not compared." in page
+
+
+def timed(path: Path, seconds: float, *, samples: int = 60, steps: int = 4) -> RecordedRun:
+    rows = [step_row(step, 1.0, seconds=seconds, samples=samples) for step in range(1, steps + 1)]
+    return hetseq.load_run(write_run(path, rows))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "samples", "headline"),
+    [
+        (0.5, 60, "b is 3.00 times as fast as a: 6.0 s for a and 2.0 s for b"),
+        (4.5, 60, "a is 3.00 times as fast as b: 6.0 s for a and 18.0 s for b"),
+        (1.51, 60, "a and b are equally fast: 6.0 s for a and 6.0 s for b"),
+        (3.0, 120, "a and b are equally fast: 40 samples/s for a and 40 samples/s for b"),
+    ],
+)
+def test_the_headline_of_two_runs_is_which_is_faster(
+    tmp_path: Path, seconds: float, samples: int, headline: str
+) -> None:
+    found = compare(timed(tmp_path / "a", 1.5), timed(tmp_path / "b", seconds, samples=samples, steps=6))
+    assert found.headline() == headline
+    assert f'<p class="headline">{headline}</p>' in comparison_page(found)
+
+
+def test_without_a_common_step_no_run_is_faster(tmp_path: Path) -> None:
+    one = hetseq.load_run(write_run(tmp_path / "a", [step_row(1)]))
+    other = hetseq.load_run(write_run(tmp_path / "b", [step_row(7)]))
+    assert compare(one, other).headline() == ""
+    assert "headline" not in comparison_page(compare(one, other)).partition("</head>")[2]
+
+
+def test_equal_curves_are_both_seen_by_step_and_by_time(tmp_path: Path) -> None:
+    page = comparison_page(compare(timed(tmp_path / "a", 1.5), timed(tmp_path / "b", 3.0)))
+    by_step, by_time = (re.search(f"{title} <span.*?</figure>", page, re.DOTALL) for title in ("Loss", "Loss by time"))
+    assert by_step is not None
+    assert by_time is not None
+    for figure in (by_step.group(), by_time.group()):
+        assert '<path class="line c0" ' in figure
+        assert '<path class="line c1 dashed d1" ' in figure
+    assert "by seconds in steps" in by_time.group()
+    assert (1000.0, 500.0) in places(by_time.group())  # the slow one ends last
+    assert max(x for x, _ in places(by_time.group().partition('"line c1 dashed d1"')[0])) == 428.6  # of 1.5 to 12 s
 
 
 def test_equal_runs_are_called_equal_and_strangers_strangers(tmp_path: Path) -> None:
@@ -403,8 +465,8 @@ def test_two_runs_are_told_apart_on_the_terminal_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected RUN [RUN2], found none"),
-        (["a", "b", "c"], "found a b c"),
+        ([], "expected RUN [RUN2] [RUN3] [RUN4], found none"),
+        (["a", "b", "c", "d", "e"], "found a b c d e"),
         (["a", "--out", "x"], "unknown option --out"),
         (["a", "--output"], "--output has no value: expected --output FILE"),
         (["a", "--output=/"], "is a folder"),
@@ -421,6 +483,27 @@ def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigError, match="are the same directory: expected two runs to compare"):
         run([str(path), str(tmp_path / "link")], print)
+
+
+def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    first, second, third = (
+        str(timed(tmp_path / name, seconds).path) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 0.5))
+    )
+    assert run([first, second, third], said.append) == 0
+    assert said[:2] == [f"{name}: all losses are equal in 4 common steps; 0 options differ" for name in "bc"]
+    page = (tmp_path / "a" / "comparison.html").read_text()
+    Reading(page)
+    assert re.findall('class="headline">([^:]*):', page) == [
+        "a is 2.00 times as fast as b", "c is 2.00 times as fast as a",
+    ]  # fmt: skip
+    by_time = page[page.index("Loss by time <span") :].partition("</figure>")[0]
+    assert [by_time.count(f'<path class="line {kind}"') for kind in ("c0", "c1 dashed d1", "c2 dashed d2")] == [1, 1, 1]
+    assert "Options that differ: a and c" in page
+    with pytest.raises(ConfigError, match="are the same directory"):
+        run([first, second, second], print)
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        run([first, second, "nowhere"], print)
 
 
 def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What docs/nebula.md shows does what it says, and the package is as cheap to import as it says."""
+"""What docs/guides/nebula.md shows does what it says, and the package is as cheap to import as it says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hetseq.nebula as nm
 from tests.support.nebula import tags
 from tests.unit.house.test_house import ROOT, import_alone
 
-PAGE = (ROOT / "docs" / "nebula.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "nebula.md").read_text()
 
 
 def test_the_script_of_the_page_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,21 @@ def has_kept(saver: Saver) -> Saver:
     saver.keep(None, nonce=1)  # type: ignore[arg-type]
     facts["keeps_states"] = has_room
     return saver
+
+
+@pytest.mark.parametrize(
+    ("generation", "told"), [(0, ["async checkpoints: 8.3 MB of /dev/shm, kept for crash recovery"]), (1, [])]
+)
+def test_the_memory_of_checkpoints_is_told_at_a_start_and_not_after_a_recovery(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, generation: int, told: list[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    facts = {"keeps_states": True, "node_memory_bytes": 8_300_000, "prepare": lambda tensors: None}
+    config = options.parse(["--save-dir", str(tmp_path)]).checkpoint
+    sharing = everything_shared(LocalGroup())
+    manager: Any = SimpleNamespace(**facts)
+    Saver(manager, config, HERE, trained(), sharing=sharing, generation=generation)._prepare({})
+    assert caplog.messages == told
 
 
 @pytest.mark.parametrize("words", ["", "--memory-interval-updates 100"])

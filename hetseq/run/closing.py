@@ -1,0 +1,51 @@
+"""Closing summary of a run: what was trained, the best validation, and the commands that use and continue it. Pure.
+
+Decides the lines that rank zero writes after the last step; the launcher adds where the report is.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from hetseq.config.sections import Config
+from hetseq.monitor.progress import validation_text
+from hetseq.monitor.report.page import duration
+from hetseq.run.horizon import decays
+from hetseq.training.controller import TrainingState
+
+
+def closing_lines(
+    config: Config, state: TrainingState, *, step: int, start_s: float | None, best: Mapping[str, Any] | None
+) -> list[str]:  # fmt: skip
+    """At most four lines about a run that ended with `step`, one fact each.
+
+    `start_s`: how long this start took; None if there was nothing left to do. `best`: the row of the best validation.
+    """
+    plural = "" if step == 1 else "s"
+    lines = [f"nothing left to do: step {step} was the last one"]
+    if start_s is not None:
+        trained = f"{step} step{plural} in {duration(state.train_seconds)} of training"
+        lines = [f"done: {trained}; this start took {duration(start_s)}"]
+    is_best = best is not None and best.get(f"valid_{config.validation.best_checkpoint_metric}") == state.best
+    if best is not None and is_best:
+        lines.append(f"best: {validation_text({key: value for key, value in best.items() if key != 'best'})}")
+    if config.checkpoint.no_save:
+        return [*lines, "nothing was saved, because of --no-save"]
+    run = shlex.quote(config.checkpoint.save_dir)
+    lines.append(f"evaluate: hetseq evaluate {run}{' --restore-file best' if is_best else ''}")
+    return [*lines, f"continue: the same command with {_what_to_change(config, state)}"]
+
+
+def _what_to_change(config: Config, state: TrainingState) -> str:
+    """The option that ended the run, and the one that ended the decay of the learning rate."""
+    optimization = config.optimization
+    if optimization.max_update and state.updates >= optimization.max_update:
+        option = "a larger --max-update"
+    elif optimization.max_epoch:
+        option = "a larger --max-epoch"
+    else:
+        return "a smaller --min-lr"
+    has_decayed = decays(optimization) and state.decay_steps is not None and state.updates >= state.decay_steps
+    return f"{option}, and with --total-num-update as the learning rate has decayed" if has_decayed else option
