@@ -45,7 +45,7 @@ class TaskState:
         return tensors, {"step": self.step, "learning_rate_factor": self._task.learning_rate_factor, "values": values}
 
     def load(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Give the task what `content` gave. Raises CheckpointMismatch if the record names a tensor that is not there."""
+        """Give the task what `content` gave. Raises CheckpointMismatch if a tensor of the record is missing."""
         self.step, self._task.learning_rate_factor = record["step"], record["learning_rate_factor"]
         if record["values"]:
             self._task.load_state_dict(_joined(record["values"], tensors))

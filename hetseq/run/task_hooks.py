@@ -38,12 +38,10 @@ class TaskHooks:
         `figures` are those of a validation just done. Raises DisagreementError if the tasks of two ranks differ, and
         TaskError for an answer that is no bool.
         """
-        state, is_over = self._state, controller.state.ended_by_task
-        if state.step < due.step:
-            is_over = self._ask(controller, due, figures)
-            state.step = due.step
-        self._compare(controller.group, due.step, is_over=is_over)
-        controller.state.ended_by_task = is_over
+        if self._state.step < due.step:  # else a lost peer has interrupted this call after the task had answered
+            controller.state.ended_by_task = self._ask(controller, due, figures)
+            self._state.step = due.step
+        self._compare(controller.group, due.step, is_over=controller.state.ended_by_task)
 
     def _ask(self, controller: Controller, due: PendingWork, figures: Figures) -> bool:
         row, replica = due.row, controller.replica
