@@ -41,6 +41,7 @@ from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica, trained_parameters
+from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
 from hetseq.task import make_task
 from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
@@ -191,7 +192,8 @@ class Training:
         self.optimizer = registry.find_optimizer(arguments.optimizer)(groups, config.optimization, None)
         self._reducer = Gradients(parameters)
         self._computer = ShareComputer(
-            self.task, Replica(model, self.optimizer, self._reducer, BufferKeeper(model, LocalGroup())),
+            self.task,
+            Replica(model, self.optimizer, self._reducer, BufferKeeper(model, LocalGroup()), TaskState(self.task)),
             terms=TERMS, on=ComputeDevice(device, PRECISION, "the benchmark"), sizes=MicroBatchSizes(MicroBatchCap()),
             seed=0,
         )  # fmt: skip

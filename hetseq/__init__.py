@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hetseq.monitor.report.recorded import RecordedRun, load_run
     from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
-    from hetseq.task import Task
+    from hetseq.task import Task, TrainedStep
     from hetseq.training.controller import Controller
 
 __version__ = "2.0.0.dev0"
@@ -48,6 +48,7 @@ _HOMES = {
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
+    "TrainedStep": "task",
     "empty_gradient": "parallel.gradient_memory",
     "load_run": "monitor.report.recorded",
     "option": "config.sections",
@@ -72,6 +73,7 @@ __all__ = [
     "RendezvousError",
     "Task",
     "TaskError",
+    "TrainedStep",
     "__version__",
     "empty_gradient",
     "load_run",

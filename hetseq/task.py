@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -54,6 +55,22 @@ def task_arguments(config: Config) -> TaskArguments:
     return TaskArguments(**config.flat(), dict=config.task.vocab_file, config=config)
 
 
+@dataclass(frozen=True)
+class TrainedStep:
+    """A step that all ranks have committed, for `Task.after_step`. All of it but the tensors is equal on every rank."""
+
+    number: int  # from 1
+    epoch: int
+    ends_epoch: bool
+    loss: float | None  # weighted mean over the global batch, in nats, before the update; None: the step was skipped
+    terms: Mapping[str, float] | None  # the mean of each term; None: the step was skipped
+    grad_norm: float  # before clipping
+    lr: float
+    valid: Mapping[str, Mapping[str, float]]  # split -> figure -> value; empty if not validated now
+    model: torch.nn.Module  # of this rank, after the update
+    optimizer: torch.optim.Optimizer
+
+
 class Task:
     """Base class of tasks. `load_dataset` and `build_model` are required; `loss` nearly always.
 
@@ -67,6 +84,8 @@ class Task:
     needs_gradients_in_validation: ClassVar[bool] = False
     #: a dataclass of the task's own options; its fields become flags and attributes of `self.args`
     Options: ClassVar[type | None] = None
+    #: the factor on the learning rate of the coming steps; `after_step` may change it, and checkpoints hold it
+    learning_rate_factor: float = 1.0
 
     def __init__(self, args: TaskArguments) -> None:
         self.args = args
@@ -135,8 +154,28 @@ class Task:
     def update_step(self, num_updates: int) -> None:
         """Called on every rank after each optimizer step, and before the first one of a run or of a resumed run.
 
-        The state of a task must follow from `num_updates`: no checkpoint holds its attributes.
+        What it sets must follow from `num_updates`: checkpoints hold only the values that `state_dict` gives.
         """
+
+    def after_step(self, step: TrainedStep) -> bool | None:
+        """Called on every rank once after each step, after its validation and before anything is saved.
+
+        Return True to end the run with this step: early stopping. It may change the model's untrained tensors, such as
+        an average of the weights, its own attributes, and `learning_rate_factor`. Other ranks see the same numbers and
+        must decide alike; HetSeq compares the answers and the numbers of `state_dict` after each step.
+        """
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that `after_step` derives: numbers, text, None, tensors, and lists and dicts of them, by name.
+
+        Each checkpoint holds them, and a rank that joins receives them.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, at a resume and on a rank that joins; tensors are on the CPU."""
+        raise TaskFileError(f"{type(self).__name__} has a state_dict() but no load_state_dict(state)")
 
     def export(self, model: torch.nn.Module, folder: Path) -> None:
         """Write the trained model into `folder`, an empty directory, in a format that other programs open.

@@ -25,7 +25,7 @@ from hetseq.errors import CheckpointError, ConfigError
 from hetseq.system.files import creating, make_directory, sync_directory, write_all, write_new
 
 # prefix of the names in a checkpoint -> name of that group in the export
-_GROUPS = {"model.": "model", "optim.": "optimizer"}
+_GROUPS = {"model.": "model", "optim.": "optimizer", "task.": "task"}
 _REST = "other"
 _RESERVED = ("", "__metadata__")  # not allowed as a tensor's name in a safetensors file
 

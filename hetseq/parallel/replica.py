@@ -15,11 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
+from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
 
 
 class Replica:
-    """Model and optimizer of one rank."""
+    """Model and optimizer of one rank, and the state of its task."""
 
     def __init__(
         self,
@@ -27,11 +28,13 @@ class Replica:
         optimizer: torch.optim.Optimizer,
         reducer: GradientSync,
         buffers: BufferKeeper,
+        task_state: TaskState,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.reducer = reducer
         self.buffers = buffers
+        self.task_state = task_state
         self._is_first_update = True
         self._by_name = dict(trained_parameters(model))
         self._names = {parameter: name for name, parameter in self._by_name.items()}

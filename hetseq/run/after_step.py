@@ -29,6 +29,7 @@ from hetseq.monitor.step_time import account
 from hetseq.run.checkpointing import Saved, Saver, draw_nonce
 from hetseq.run.regroup import PendingWork
 from hetseq.run.step_watch import StepWatch
+from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.system.rank_phase import Phase, Stand, amid
 from hetseq.system.task_failure import noting
@@ -130,10 +131,11 @@ class AfterStep:
         metrics: Metrics,
         status: StatusFiles,
         watch: StepWatch,
+        hooks: TaskHooks,
         replicas: ReplicaCheck | None = None,
     ) -> None:
         self._config, self._validators, self._replicas = config, validators, replicas
-        self._saver, self._metrics, self._status, self._watch = saver, metrics, status, watch
+        self._saver, self._metrics, self._status, self._watch, self._hooks = saver, metrics, status, watch, hooks
         self._noise_scale = NoiseScale()
 
     def save_status(self, state: TrainingState) -> SaveStatus:
@@ -194,12 +196,19 @@ class AfterStep:
             self._saver.settle()  # the check may overwrite replicas to make them equal
             with amid(Phase.COMPARING, Phase.BOUNDARY):
                 replicas.check(due.step, shares)
-        is_best = False
+        is_best, figures = False, dict[str, dict[str, float]]()
         is_due = self._is_validation_due(due)
         if self._validators and (is_due or ends_run):
             buffers.synchronise_(shares)
             # a run that is extended later gets the best checkpoint of a run that never ended here
-            is_best = self._validate(controller, due.epoch, counts=is_due)
+            is_best, figures = self._validate(controller, due.epoch, counts=is_due)
+        if self._hooks.is_used:
+            self._hooks.call(controller, due, figures)
+            if state.ended_by_task and not ends_run:
+                ends_run = True
+                if self._validators and not figures:
+                    buffers.synchronise_(shares)
+                    self._validate(controller, due.epoch, counts=False)
         kinds = self._saver.kinds_due(
             state,
             epoch_ended=due.epoch if due.ends_epoch else None,
@@ -285,9 +294,11 @@ class AfterStep:
         is_due = due.ends_epoch and due.epoch % self._config.validate_interval == 0
         return is_due or (steps > 0 and due.step % steps == 0)
 
-    def _validate(self, controller: Controller, epoch: int, *, counts: bool) -> bool:
-        """Evaluate every validation split; True if the first one is the best so far, and `counts`."""
-        state, is_best = controller.state, False
+    def _validate(
+        self, controller: Controller, epoch: int, *, counts: bool
+    ) -> tuple[bool, dict[str, dict[str, float]]]:
+        """Evaluate every validation split: whether the first one is the best so far, and `counts`; figures by split."""
+        state, is_best, figures = controller.state, False, {}
         for place, validator in enumerate(self._validators):
             # a rank with a small share waits for the others, far longer than in a step
             patience = controller.patience_for(samples=len(validator.source.dataset))
@@ -298,12 +309,13 @@ class AfterStep:
                 )
             if place == 0 and counts:
                 is_best = self._is_best(state, values)
+            figures[validator.split] = dict(values)
             named = {f"valid_{name}": value for name, value in values.items()}
             self._metrics.validation(
                 {"step": state.position.step - 1, "epoch": epoch, "subset": validator.split, **named,
                  "best": place == 0 and is_best}
             )  # fmt: skip
-        return is_best
+        return is_best, figures
 
     def _is_best(self, state: TrainingState, values: dict[str, float]) -> bool:
         name = self._config.best_checkpoint_metric

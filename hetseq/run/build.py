@@ -51,6 +51,7 @@ from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run.session import Session
 from hetseq.run.step_watch import StepWatch
+from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.training.controller import Controller, RankContext, Recipe, StepFeed, TrainingState
@@ -195,7 +196,7 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
         is_wide=config.distributed.reduce_dtype is not None,
     )  # fmt: skip
     undo.callback(reducer.close)
-    return Replica(model, optimizer, reducer, BufferKeeper(model, job.group))
+    return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state)
 
 
 def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
@@ -294,7 +295,7 @@ def build_reports(
     )
     boundary = AfterStep(
         config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
-        replicas=replicas, watch=watch,
+        replicas=replicas, watch=watch, hooks=TaskHooks(job.material.task, replica.task_state),
     )  # fmt: skip
     return Reports(run_status, status, replicas, boundary)
 

@@ -231,7 +231,8 @@ class Saver:
             logger.info("too many numbers besides tensors for a state in memory: a kill costs the steps since a save")
 
     def _describe(self, state: TrainingState, numbers: Mapping[str, Any] | None, rows: Rows) -> dict[str, Any]:
-        return {**describe(state, self._provenance, numbers, rows), "tied": tied_names(self._replica.model)}
+        own = {"tied": tied_names(self._replica.model), "task_state": self._replica.task_state.content()[1]}
+        return {**describe(state, self._provenance, numbers, rows), **own}
 
     def _identity(self, state: TrainingState) -> Identity:
         return Identity(step=state.position.step - 1, generation=self._generation, lineage=str(state.lineage))
@@ -287,7 +288,7 @@ class Saver:
 
     def _content(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """The saved part of the replica: tensors by name, live, and the optimizer's numbers, unless left out."""
-        tensors = self._replica.model_tensors()
+        tensors = {**self._replica.model_tensors(), **self._replica.task_state.content()[0]}
         if self._config.no_save_optimizer_state:
             return tensors, None
         optimizer_tensors, numbers = self._replica.optimizer_tensors()
@@ -375,6 +376,7 @@ def describe(
         "decay_steps": state.decay_steps,
         "loss_scale": [state.loss_scale.factor, state.loss_scale.steps],
         "best": state.best,
+        "ended_by_task": state.ended_by_task,
         "train_seconds": state.train_seconds,
         "resets": state.resets,
         "task": provenance.task,
@@ -416,6 +418,7 @@ def read_state(saved: Mapping[str, Any]) -> TrainingState:
         decay_steps=saved.get("decay_steps", WITHOUT_END),  # not written before 2026-11
         loss_scale=LossScale(*saved.get("loss_scale", ())),  # not written before fp16 was supported
         best=saved["best"],
+        ended_by_task=saved.get("ended_by_task", False),  # not written before 2026-11
         train_seconds=saved["train_seconds"],
         resets=dict(saved["resets"]),
     )

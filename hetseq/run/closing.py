@@ -41,6 +41,8 @@ def closing_lines(
 def _what_to_change(config: Config, state: TrainingState) -> str:
     """The option that ended the run, and the one that ended the decay of the learning rate."""
     optimization = config.optimization
+    if state.ended_by_task:
+        return "--reset-meters, as the task's after_step ended the run"
     if optimization.max_update and state.updates >= optimization.max_update:
         option = "a larger --max-update"
     elif optimization.max_epoch:

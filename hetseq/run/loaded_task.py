@@ -20,6 +20,7 @@ from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
 from hetseq.parallel.replica import batch_norms, check_model
+from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
@@ -47,6 +48,11 @@ class LoadedTask:
     precision: Precision
     trial: probe.LossTrial = field(default_factory=probe.LossTrial)
     split: str = "train"  # name of the training data
+
+    @functools.cached_property
+    def task_state(self) -> TaskState:
+        """The values that the task keeps between steps, for all generations of the run."""
+        return TaskState(self.task)
 
     @functools.cached_property
     def part(self) -> str:

@@ -153,6 +153,7 @@ def _send_state(
         raise DisagreementError(f"the state that rank {succession.source} sent was changed on the way")
     replica.load_model(received.tensors)
     replica.load_optimizer(received.tensors, received.state["optimizer_numbers"] or {})
+    replica.task_state.load(received.tensors, received.state["task_state"])
     logger.info("got the state after step %d from rank %d", received.identity.step, succession.source)
     return read_state(received.state)
 
@@ -160,10 +161,10 @@ def _send_state(
 def _describe(replica: Replica, provenance: Provenance, state: TrainingState) -> Loaded:
     """The state of this rank as if it had been loaded."""
     optimizer_tensors, numbers = replica.optimizer_tensors()
-    tensors = {
-        name: tensor.cpu().contiguous() for name, tensor in {**replica.model_tensors(), **optimizer_tensors}.items()
-    }
-    content: Mapping[str, Any] = describe(state, provenance, numbers)
+    task_tensors, record = replica.task_state.content()
+    live = {**replica.model_tensors(), **optimizer_tensors, **task_tensors}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in live.items()}
+    content: Mapping[str, Any] = {**describe(state, provenance, numbers), "task_state": record}
     identity = Identity(step=state.position.step - 1, generation=0, lineage=str(state.lineage))
     return Loaded(
         tensors, {**content, "sums": checksums(tensors.values())}, identity, (), Path(), [], run_id="", nonce=0

@@ -355,12 +355,15 @@ def resume(
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", loaded.path)
         replica.load_optimizer(loaded.tensors, saved["optimizer_numbers"] or {})
     state = read_state(saved)
+    replica.task_state.step = loaded.identity.step
+    if "meters" not in resets and "task_state" in saved:  # not written before 2026-11
+        replica.task_state.load(loaded.tensors, saved["task_state"])
     if "dataloader" in resets:
         state.position = Position(state.position.step, 1, 0)
     if "lr_scheduler" in resets:
         state.updates, state.decay_steps = 0, None
     if "meters" in resets:
-        state.best = None
+        state.best, state.ended_by_task = None, False
     state.resets = {**(state.resets if is_own else {}), **dict.fromkeys(resets, loaded.identity.step)}
     is_in_run = is_own and not loaded.is_from_memory
     place = "/".join(loaded.path.parts[-2:]) if is_in_run else loaded.place

@@ -81,6 +81,7 @@ class TrainingState:
     loss_scale: LossScale = field(default_factory=LossScale)  # used if the precision needs it
     decay_steps: int | None = None  # the update at which the decay of the learning rate has ended; None: not known yet
     best: float | None = None
+    ended_by_task: bool = False  # its `after_step` has ended the run
     train_seconds: float = 0.0
     resets: dict[str, int] = field(default_factory=dict)  # the --reset-* options done so far, and at which step
 
@@ -212,7 +213,7 @@ class Controller:
         clock.start()
         self._computer.loss_scale = self._scale
         self._set_deadline(plan)
-        rate = self._learning_rate(self.state.updates, plan.epoch)
+        rate = self._learning_rate(self.state.updates, plan.epoch) * self.task.learning_rate_factor
         with phase("count"):
             whereabouts.enter(Phase.DATA, plan.step)
             data = self.loader.take(plan)
@@ -278,6 +279,8 @@ class Controller:
     def has_ended(self) -> bool:
         """Whether the configured updates or epochs are done, or the learning rate has reached its minimum."""
         state, config = self.state, self._config
+        if state.ended_by_task:
+            return True
         if config.max_update and state.updates >= config.max_update:
             return True
         if config.max_epoch and state.position.epoch > config.max_epoch:

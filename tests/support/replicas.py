@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from hetseq.data.plan import GlobalBatch, Position
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica
+from hetseq.parallel.task_state import TaskState
 from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.resume import Beginning, Target, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
@@ -36,12 +39,24 @@ class Net(torch.nn.Module):
         return (self.plain**2).sum() + (self.turned**2).sum()
 
 
+class Stateless:
+    """A task that keeps nothing between steps."""
+
+    learning_rate_factor = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
+
+
 def replica_of(model: torch.nn.Module) -> Replica:
     """A replica that trains alone, with AdamW."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
     reducer = Gradients(trained)
-    return Replica(model, optimizer, reducer, BufferKeeper(model, LocalGroup()))
+    return Replica(model, optimizer, reducer, BufferKeeper(model, LocalGroup()), TaskState(Stateless()))
 
 
 def trained() -> Replica:

@@ -13,7 +13,9 @@ from hetseq.errors import TaskError
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica, check_model
+from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
+from tests.support.replicas import Stateless
 
 
 def with_parameter(value: torch.Tensor) -> nn.Module:
@@ -89,7 +91,8 @@ def test_cached_memory_is_given_back_before_the_first_update_which_allocates(
     model, released = nn.Linear(4, 1), []
     parameters = list(model.parameters())
     replica = Replica(
-        model, optimizer(parameters, lr=0.1), Gradients(parameters), BufferKeeper(model, LocalGroup())
+        model, optimizer(parameters, lr=0.1), Gradients(parameters), BufferKeeper(model, LocalGroup()),
+        TaskState(Stateless()),
     )  # fmt: skip
     monkeypatch.setattr(memory, "release", lambda device: released.append((device, len(replica.optimizer.state))))
     before = model.weight.detach().clone()

@@ -16,7 +16,9 @@ from hetseq.training.controller import TrainingState
 def test_what_is_not_finite_is_never_the_best_and_hides_nothing_that_comes_later(maximize: bool) -> None:
     nothing: Any = None
     config = ValidationConfig(maximize_best_checkpoint_metric=maximize)
-    boundary = AfterStep(config=config, validators=[], saver=nothing, metrics=nothing, status=nothing, watch=nothing)
+    boundary = AfterStep(
+        config=config, validators=[], saver=nothing, metrics=nothing, status=nothing, watch=nothing, hooks=nothing
+    )
     state = TrainingState()
     values = [math.nan, math.inf, -math.inf, 2.0, math.nan, 3.0, 1.0]
     best = [boundary._is_best(state, {"loss": value}) for value in values]

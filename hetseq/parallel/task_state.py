@@ -1,0 +1,89 @@
+"""The values that a user's task keeps between steps, as named tensors and a JSON record like the rest of a replica.
+
+A task that derives something from the course of its run (an average of the weights, the best loss, a patience) gives it
+in `state_dict`. It is then in every checkpoint, and a rank that joins receives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hetseq.errors import CheckpointMismatch, TaskError
+
+_TENSOR = "$tensor"  # stands for a tensor in the record
+
+
+class KeepsState(Protocol):
+    """The part of a task that this module needs."""
+
+    learning_rate_factor: float
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class TaskState:
+    """The state of the task of one rank. `step` is the last one whose `after_step` the task has seen."""
+
+    def __init__(self, task: KeepsState) -> None:
+        self._task, self.step = task, 0
+
+    def content(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Live tensors by name (`task.<key>...`), and the record, which is JSON.
+
+        Raises TaskError for a value that neither JSON nor a tensor can hold.
+        """
+        tensors: dict[str, Tensor] = {}
+        values = _split(self._task.state_dict(), "task", tensors, type(self._task).__name__)
+        return tensors, {"step": self.step, "learning_rate_factor": self._task.learning_rate_factor, "values": values}
+
+    def load(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+        """Give the task what `content` gave. Raises CheckpointMismatch if a tensor of the record is missing."""
+        self.step, self._task.learning_rate_factor = record["step"], record["learning_rate_factor"]
+        if record["values"]:
+            self._task.load_state_dict(_joined(record["values"], tensors))
+
+    def digest(self) -> int:
+        """63 bits of the record; tensors enter by their names alone, since devices round differently."""
+        return int.from_bytes(hashlib.blake2b(self.text(), digest_size=8).digest(), "big") >> 1
+
+    def text(self) -> bytes:
+        """The record as JSON, the same for the same values."""
+        return json.dumps(self.content()[1], sort_keys=True).encode()
+
+
+def _split(value: Any, name: str, tensors: dict[str, Tensor], task: str) -> Any:
+    """`value` as JSON, with its tensors put into `tensors` under names that begin with `name`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
+    if isinstance(value, Mapping) and all(type(key) is str and key != _TENSOR for key in value):
+        return {key: _split(item, f"{name}.{key}", tensors, task) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_split(item, f"{name}.{place}", tensors, task) for place, item in enumerate(value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    kind = "a mapping with keys that are no text" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+    place = name.removeprefix("task").lstrip(".") or "its top"
+    raise TaskError(
+        f"{task}.state_dict gave {kind} at {place}: expected numbers, text, None, tensors, and lists and dicts of them"
+    )
+
+
+def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `_split`; a tuple comes back as a list."""
+    if isinstance(value, Mapping):
+        if _TENSOR not in value:
+            return {key: _joined(item, tensors) for key, item in value.items()}
+        name = value[_TENSOR]
+        if name not in tensors:
+            raise CheckpointMismatch(f"the checkpoint lacks {name}, a tensor of the task's own state")
+        return torch.clone(tensors[name])
+    return [_joined(item, tensors) for item in value] if isinstance(value, list) else value

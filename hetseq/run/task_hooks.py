@@ -1,0 +1,110 @@
+"""Calls the task's `after_step`: once for each step on every rank, though a lost peer may interrupt the work around it.
+
+The ranks then compare what their tasks have decided, because each decides alone from numbers that all share. Only tasks
+with an `after_step` of their own pay for this small gather.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hetseq.comm.group import Group
+from hetseq.errors import DisagreementError, TaskError
+from hetseq.parallel.task_state import TaskState
+from hetseq.run.regroup import PendingWork
+from hetseq.task import Task, TrainedStep, is_overridden
+from hetseq.training.controller import Controller
+
+_TEXT_BYTES = 4096  # of a record, in the message about ranks that differ
+
+#: name of a split -> its figures
+Figures = Mapping[str, Mapping[str, float]]
+
+
+class TaskHooks:
+    """The hook of one task. Every rank calls `call` after the same steps."""
+
+    def __init__(self, task: Task, state: TaskState) -> None:
+        self._task, self._state = task, state
+        self.is_used = is_overridden(task, "after_step")
+
+    def call(self, controller: Controller, due: PendingWork, figures: Figures) -> None:
+        """Let the task see the step of `due` if it has not yet, and agree on whether the run ends with it. Collective.
+
+        `figures` are those of a validation just done. Raises DisagreementError if the tasks of two ranks differ, and
+        TaskError for an answer that is no bool.
+        """
+        if self._state.step < due.step:  # else a lost peer has interrupted this call after the task had answered
+            controller.state.ended_by_task = self._ask(controller, due, figures)
+            self._state.step = due.step
+        self._compare(controller.group, due.step, is_over=controller.state.ended_by_task)
+
+    def _ask(self, controller: Controller, due: PendingWork, figures: Figures) -> bool:
+        row, replica = due.row, controller.replica
+        step = TrainedStep(
+            number=due.step, epoch=due.epoch, ends_epoch=due.ends_epoch, loss=row["loss"], terms=row["terms"],
+            grad_norm=row["grad_norm"], lr=row["lr"], valid=figures, model=replica.model, optimizer=replica.optimizer,
+        )  # fmt: skip
+        answer = self._task.after_step(step)
+        if answer is not None and type(answer) is not bool:
+            raise TaskError(
+                f"{type(self._task).__name__}.after_step returned {answer!r}: expected True to end the run, else None"
+            )
+        factor = self._task.learning_rate_factor
+        if type(factor) not in (int, float) or not 0 < factor < float("inf"):
+            raise TaskError(
+                f"{type(self._task).__name__}.learning_rate_factor is {factor!r} after step {due.step}: expected a"
+                " number above 0"
+            )
+        return bool(answer)
+
+    def _compare(self, group: Group, step: int, *, is_over: bool) -> None:
+        if group.world_size == 1:
+            return
+        row = np.array([is_over, self._state.digest()], np.int64)  # (2,)
+        rows = group.all_gather_rows(row)  # (world_size, 2)
+        odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
+        if not odd:
+            return
+        name, rank = type(self._task).__name__, odd[0]
+        if rows[rank, 0] != rows[0, 0]:
+            what = f"{name}.after_step returned {bool(rows[0, 0])} on rank 0 and {bool(rows[rank, 0])} on rank {rank}"
+        else:
+            what = f"the state of {name} differs: {self._differing(group, rank)}"
+        raise DisagreementError(
+            f"after step {step} {what}; let it follow from the step's numbers, which are equal on all ranks, not from"
+            " clocks, unseeded random numbers, tensors or files of a node"
+        )
+
+    def _differing(self, group: Group, rank: int) -> str:
+        """The first value that `rank` and rank 0 do not share. Collective."""
+        text = self._state.text()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        rows = group.all_gather_rows(np.frombuffer(text, np.int64))  # (world_size, words)
+        first, other = (_flat(rows[number].tobytes()) for number in (0, rank))
+        for key in [*first, *other]:
+            if first.get(key) != other.get(key):
+                return f"{key} is {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}"
+        return f"rank {rank} holds other values than rank 0"
+
+
+def _flat(text: bytes) -> dict[str, Any]:
+    """The values of a record by path; empty if it was too long to travel whole."""
+    try:
+        record: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return {}
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{path}.{key}" if path else key)
+        else:
+            found[path] = value
+
+    walk({**record.pop("values"), **record}, "")
+    return found
