@@ -272,7 +272,8 @@ def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
         )
     check_place(config.distributed, len(devices))
     from hetseq.launch.launcher_link import NoLauncher
-    from hetseq.launch.worker import StopRequest, run_worker
+    from hetseq.launch.stop_request import StopRequest
+    from hetseq.launch.worker import run_worker
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
     stop = StopRequest(has_launcher=False)

@@ -17,7 +17,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -42,7 +42,7 @@ from hetseq.comm.group import Group, gather_floats
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
-from hetseq.errors import NonFiniteError
+from hetseq.errors import NonFiniteError, TaskError
 from hetseq.system import faults
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
@@ -50,7 +50,7 @@ from hetseq.system.task_failure import noting
 from hetseq.training.precision import LossScale
 from hetseq.training.share import Part, ShareComputer
 from hetseq.training.share_policy import SharePolicy
-from hetseq.training.step_engine import Compute, Engine, Settled, StepResult, computed, drive
+from hetseq.training.step_engine import Compute, Engine, Settled, StepResult, computed, drive, ended
 from hetseq.training.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,8 @@ class Recipe:
     """How a step changes the parameters, and when training ends."""
 
     config: OptimizationConfig
-    learning_rate: Callable[[int, int], float]  # of (updates so far, epoch)
+    learning_rate: Callable[[int, int], float] | None  # of (updates so far, epoch); None: the driver sets it
+    has_late_count: bool = False  # the last sum of a row is the count of the first term, which was taken to be the size
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class RankContext:
     memory: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes in use, and the limit
     wish: Callable[[], Wish] = lambda: Wish.NONE
     step_deadline_s: float | None = None
+    driver_deadline_s: float = 0.0  # how long a driver may take between two steps
 
 
 class Controller:
@@ -170,7 +172,9 @@ class Controller:
         self.terms, self.weights, self.state = computer.terms, computer.weights, state
         self._layout = feed.layout
         self._computer, self._boundary, self._context = computer, boundary, context
-        self._config, self._learning_rate = recipe.config, recipe.learning_rate
+        self._config, self._learning_rate, self._has_late_count = (
+            recipe.config, recipe.learning_rate, recipe.has_late_count
+        )  # fmt: skip
         self._has_loss_scale = computer.precision.has_loss_scale
         self._format = RowFormat(len(self.terms), len(self.replica.reducer.used))
         self._plan = self.planner.plan(state.position)
@@ -195,7 +199,8 @@ class Controller:
 
     def steps(self) -> Engine[Halt]:
         """Train until the configured end, or until a rank asks for something else. Every rank drives it."""
-        self.replica.model.train()
+        if self._learning_rate is not None:  # else the script of the user decides
+            self.replica.model.train()
         with self.replica.buffers.changing_alike():
             self.task.update_step(self.state.updates)  # values that a task derives from it are not in a checkpoint
         while not self.has_ended():
@@ -213,7 +218,7 @@ class Controller:
         clock.start()
         self._computer.loss_scale = self._scale
         self._set_deadline(plan)
-        rate = self._learning_rate(self.state.updates, plan.epoch) * self.task.learning_rate_factor
+        rate = self._rate(plan.epoch)
         with phase("count"):
             whereabouts.enter(Phase.DATA, plan.step)
             data = self.loader.take(plan)
@@ -230,9 +235,11 @@ class Controller:
         if is_to_blame:
             yield from self._explain_skip(plan, data, counts)
         self.is_settling = True
-        yield Settled(result)
+        yield from ended(Settled(result))
         self.is_settling = False
-        with phase("checkpoint"), self._patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
+        whereabouts.enter(Phase.BOUNDARY)
+        patience_s = _FIRST_DEADLINE_S + self._context.driver_deadline_s + self.replica.state_bytes() / _SLOWEST_DISK
+        with phase("checkpoint"), self._patience(patience_s):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
         self._unsettled = None
         return result
@@ -285,8 +292,16 @@ class Controller:
             return True
         if config.max_epoch and state.position.epoch > config.max_epoch:
             return True
+        if self._learning_rate is None:
+            return False
         begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
         return begins_epoch and self._learning_rate(state.updates, state.position.epoch) <= config.min_lr
+
+    def _rate(self, epoch: int) -> float:
+        """The learning rate of the next update; that of the first group if the driver sets it."""
+        if self._learning_rate is None:
+            return float(self.replica.optimizer.param_groups[0]["lr"])
+        return self._learning_rate(self.state.updates, epoch) * self.task.learning_rate_factor
 
     def patience_for(self, *, samples: int) -> AbstractContextManager[None]:
         """A longer deadline for work between steps on `samples` samples: ranks may be minutes apart, yet not lost."""
@@ -352,9 +367,9 @@ class Controller:
         cost = self.pace.learn(part, overhead_s=data_s + overhead_s) if part.is_whole else None
         return Measured(compute_s, data_s, seconds["idle"], overhead_s, *self._context.memory(), cost)
 
-    def _clip(self, norm: float) -> None:
-        """Scale the gradient to the size in which it is applied."""
-        factor = 1 / self._scale
+    def _clip(self, norm: float, correction: float) -> None:
+        """Scale the gradient to the size in which it is applied; `norm` includes the correction."""
+        factor = correction / self._scale
         if self._config.clip_norm and norm > self._config.clip_norm:
             factor *= self._config.clip_norm / norm
         if factor != 1:
@@ -363,7 +378,8 @@ class Controller:
     def _update(self, outcome: Outcome, rate: float) -> None:
         self.replica.reducer.drop_unused_(outcome.used)
         self.replica.buffers.keep_()
-        self.replica.set_learning_rate(rate)
+        if self._learning_rate is not None:
+            self.replica.set_learning_rate(rate)
         self.replica.update()
         self.state.updates += 1
         self.state.skipped_in_a_row = 0
@@ -437,9 +453,13 @@ class Controller:
         assert held is not None
         whereabouts.enter(Phase.UPDATE)
         if outcome.verdict is Verdict.APPLY:
+            correction = 1.0
+            if self._has_late_count:
+                held, correction = _with_late_count(held, outcome)
+                outcome = replace(outcome, norm=outcome.norm * correction)
             with phase("clip"):
                 faults.point("clip")
-                self._clip(outcome.norm)
+                self._clip(outcome.norm, correction)
             with phase("optimizer"):
                 faults.point("optimizer")
                 self._update(outcome, held.rate)
@@ -529,6 +549,20 @@ class Controller:
 def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: tuple[float, ...]) -> float:
     """Sum over terms of weight * sum / count; a term without count contributes nothing."""
     return float(sum(w * s / c for w, s, c in zip(weights, sums, counts) if c))
+
+
+def _with_late_count(held: _Held, outcome: Outcome) -> tuple[_Held, float]:
+    """With the true count of the first term, and the factor by which its gradient changes: it was divided by the size.
+
+    Raises TaskError, on all ranks alike, if the driver counted nothing.
+    """
+    count = outcome.sums[-1]
+    if not count > 0:
+        raise TaskError(
+            f"step {held.plan.step}: step.backward counted {count:g} over all ranks: expected more than 0, as from"
+            " count=len(y)"
+        )
+    return replace(held, counts=(count, *(0.0 for _ in held.counts[1:]))), held.plan.size / count
 
 
 def _redoing(outcome: Outcome) -> str:

@@ -73,9 +73,9 @@ class ShareComputer:
         self.task, self.replica, self.sizes = task, replica, sizes
         self.terms, self.weights, self.precision = terms, weights_of(task, terms), on.precision
         self.loss_scale = 1.0  # the factor in every gradient from here on; the code that uses a gradient divides
-        self._device, self._name, self._seed = on.device, on.name, seed
-        self._place, self._clock = place_on(on.device, on.precision.storage), MicroBatchClock(on.device)
-        self._throttle, self._noise_scale_every = throttle or Throttle(), noise_scale_every
+        self.device, self.name, self.seed = on.device, on.name, seed
+        self.place, self.clock = place_on(on.device, on.precision.storage), MicroBatchClock(on.device)
+        self.throttle, self._noise_scale_every = throttle or Throttle(), noise_scale_every
 
     def compute(
         self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]
@@ -85,7 +85,7 @@ class ShareComputer:
         Raises DeviceMemoryError if not even one sample fits.
         """
         if self.sizes.is_learning:  # by the sizes of the previous step: by now the optimizer has allocated its memory
-            self.sizes.foresee(memory.free_bytes(self._device))
+            self.sizes.foresee(memory.free_bytes(self.device))
         while True:
             if not all(self.sizes.holds(batch.size, batch.work) for batch in data.micro_batches):
                 data = fetch_again(data, self.sizes.cap)
@@ -93,12 +93,12 @@ class ShareComputer:
             if part is not None:
                 return part
             assert refused is not None
-            memory.release(self._device)  # only here, where no exception holds the frames and their tensors any more
+            memory.release(self.device)  # only here, where no exception holds the frames and their tensors any more
             if not self.sizes.refuse(refused.size, refused.work):
                 raise DeviceMemoryError(self._complaint(refused.size))
             logger.warning(
                 "the memory of %s did not hold a micro-batch of %d samples: this rank takes smaller ones from now on,"
-                " and repeats this share, with the same result [batch-halved]", self._device, refused.size,
+                " and repeats this share, with the same result [batch-halved]", self.device, refused.size,
             )  # fmt: skip
             if self.replica.reducer.has_sent:
                 return Part((0.0,) * len(self.terms), (), (), is_whole=False)
@@ -110,25 +110,25 @@ class ShareComputer:
         uncounted: dict[int, torch.Tensor] = {}  # the same for micro-batches without a count of the term
         partial, measures = UNMEASURED, self._measures(data)
         self.replica.reducer.begin()
-        self._clock.start()
+        self.clock.start()
         for number, batch in enumerate(data.micro_batches):
             # kept back: gradients of a throttled rank until its sleep is over, and gradients that are measured
-            is_kept = self._throttle.is_on or (measures and number == 0)
+            is_kept = self.throttle.is_on or (measures and number == 0)
             if number == len(data.micro_batches) - 1 and not is_kept:
                 self.replica.reducer.expect_last()
-            seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
-            with self._throttle.slowed(), self._watching_memory() as peak:
+            seed_everything(derive_seed(self.seed, data.plan.step, batch.start))
+            with self.throttle.slowed(), self._watching_memory() as peak:
                 if not self._try(batch, counts, totals, uncounted):
                     return None, batch
             if peak is not None:
                 self.sizes.see(batch.size, peak.bytes)
-            self._clock.mark()
+            self.clock.mark()
             if measures and number == 0:
                 norm = self.replica.reducer.norm_so_far() / self.loss_scale
                 partial = PartialGradient(batch.size, norm**2)
         sums = self._read_sums(totals, uncounted)
         work = tuple(batch.work for batch in data.micro_batches)
-        return Part(sums, work, tuple(self._clock.laps()), partial), None
+        return Part(sums, work, tuple(self.clock.laps()), partial), None
 
     def _measures(self, data: StepData) -> bool:
         """Whether to measure the gradient of the first micro-batch: in some steps that have more than this one."""
@@ -138,7 +138,7 @@ class ShareComputer:
 
     def _watching_memory(self) -> AbstractContextManager[memory.Peak | None]:
         """Records the memory that a micro-batch needed, while sizes still grow."""
-        return memory.peak_of(self._device) if self.sizes.is_learning else nullcontext()
+        return memory.peak_of(self.device) if self.sizes.is_learning else nullcontext()
 
     def _read_sums(self, totals: SumByTerm, uncounted: SumByTerm) -> tuple[float, ...]:
         """The sum of each term. Raises TaskError for a sum of a term whose count is 0.
@@ -176,8 +176,8 @@ class ShareComputer:
 
     def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
         """Its sum of each term; those without a count have no gradient."""
-        own, sample = dict(zip(self.terms, batch.counts)), self._place(batch.sample)
-        with self.precision.computing(self._device):
+        own, sample = dict(zip(self.terms, batch.counts)), self.place(batch.sample)
+        with self.precision.computing(self.device):
             sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self.terms)
         # A term without any count on any rank, contributes nothing: its sum may well be 0/0.
         live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]
@@ -189,10 +189,10 @@ class ShareComputer:
             self.replica.reducer.backward(torch.stack(with_gradient).sum() * self.loss_scale)
         dead = [index for index, count in enumerate(batch.counts) if not count]
         # of one device, so that one copy brings all of them
-        return {index: sums[self.terms[index]].detach().to(self._device, torch.float64) for index in (*live, *dead)}
+        return {index: sums[self.terms[index]].detach().to(self.device, torch.float64) for index in (*live, *dead)}
 
     def _complaint(self, samples: int) -> str:
         what, remedy = "even one sample", "make samples or model smaller"
         if self.sizes.is_fixed:
             what, remedy = f"a unit of {samples} samples", "give a smaller --unit-size"
-        return f"{self._name}: {memory.complaint(self._device, what, remedy)}"
+        return f"{self.name}: {memory.complaint(self.device, what, remedy)}"

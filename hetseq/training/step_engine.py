@@ -58,7 +58,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Settled:
-    """A step is resolved on this rank: asked once per step and process, before anything is saved. No answer."""
+    """A step is resolved on this rank: asked once per step and process, before anything is saved.
+
+    No answer, or `PeerLost` if a collective of the driver has lost a peer: then `Between` follows.
+    """
 
     result: StepResult
 
@@ -68,6 +71,7 @@ class Between:
     """A generation has begun whose state is that of the last `Settled`, which a lost peer interrupted. No answer.
 
     The driver now ends what it does after that step. Ranks that join wait for it: they receive the state after it.
+    Answers as for `Settled`.
     """
 
 
@@ -89,6 +93,13 @@ def computed(question: Compute) -> Engine[Part]:
         raise PeerLostError(answer.reason)
     assert isinstance(answer, Part), "the driver answered a step without its part"
     return answer
+
+
+def ended(question: Settled | Between) -> Engine[None]:
+    """Wait for the driver to end what it does after a step. Raises PeerLostError in the engine."""
+    answer = yield question
+    if isinstance(answer, PeerLost):
+        raise PeerLostError(answer.reason)
 
 
 def drive(engine: Engine[T]) -> T:

@@ -14,8 +14,9 @@ import torch
 from hetseq import config as options
 from hetseq.cluster.membership.assignment import Assignment
 from hetseq.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, codes_in
-from hetseq.launch import worker
+from hetseq.launch import rank_life, worker
 from hetseq.launch.launcher_link import NoLauncher
+from hetseq.launch.stop_request import StopRequest
 from hetseq.run_directory import RunDirectory
 from hetseq.system import gpu
 from tests.support import cuda_errors
@@ -125,8 +126,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[
     def load(*_: Any) -> None:
         raise KeyError("it loads")
 
-    monkeypatch.setattr(worker, "load_material", load)
-    placement, stop = Assignment(slot=0, device="cuda:1", threads=1), worker.StopRequest()
+    monkeypatch.setattr(rank_life, "load_material", load)
+    placement, stop = Assignment(slot=0, device="cuda:1", threads=1), StopRequest()
     return worker.run_worker(config, directory, placement, stop, line=NoLauncher(lambda: None))
 
 

@@ -15,7 +15,9 @@ from hetseq.cluster.membership.decide import Record
 from hetseq.cluster.membership.step_commit import Lineage
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import EXIT_FAILED, PeerLostError
-from hetseq.launch import worker
+from hetseq.launch import generation as generations
+from hetseq.launch import rank_life
+from hetseq.launch.generation import Generation, after
 from hetseq.training.controller import Halt
 from hetseq.training.step_engine import Between, Engine, Settled, drive
 
@@ -43,11 +45,11 @@ class FakeSession:
 
 def trained(session: FakeSession) -> dict[str, Any] | str:
     """How one rank's only generation ends."""
-    life: Any = object.__new__(worker._Life)
+    life: Any = object.__new__(rank_life.RankLife)
     life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _tell_versions=mock.Mock())
     life.__dict__.update(_placement=SimpleNamespace(begun_s=0.0), _sum_up=mock.Mock())
     life._build = lambda config, generation: session
-    return drive(life._train(worker._Generation(GenerationRanks(0, (0,), ("a",)), None)))
+    return drive(life._train(Generation(GenerationRanks(0, (0,), ("a",)), None)))
 
 
 def test_a_session_that_others_go_on_from_is_left_for_the_succession_which_waits_for_no_writer() -> None:
@@ -74,11 +76,11 @@ def test_a_session_that_nobody_goes_on_from_lets_its_writers_finish(halt: Halt) 
 def test_versions_are_written_at_a_start_and_when_somebody_has_come(
     fresh: frozenset[str] | None, is_told: bool
 ) -> None:  # fmt: skip
-    life: Any = object.__new__(worker._Life)
+    life: Any = object.__new__(rank_life.RankLife)
     life.__dict__.update(_metrics=mock.Mock(), _material=SimpleNamespace(device=torch.device("cpu")))
     succession = None if fresh is None else mock.Mock(record=Record(1, ("0.0", "2.1"), fresh=fresh))
     session: Any = SimpleNamespace(controller=SimpleNamespace(group=LocalGroup()), last_step=7)
-    life._tell_versions(worker._Generation(GenerationRanks(1, (2,), ("a",)), succession), session)
+    life._tell_versions(Generation(GenerationRanks(1, (2,), ("a",)), succession), session)
     told = life._metrics.event.call_args_list
     assert len(told) == is_told
     assert all(
@@ -88,7 +90,7 @@ def test_versions_are_written_at_a_start_and_when_somebody_has_come(
 
 def test_too_few_without_a_state_do_not_begin_anew() -> None:
     """They would train below --min-ranks, on a part of the data, or beside the run that others go on with."""
-    life: Any = object.__new__(worker._Life)
+    life: Any = object.__new__(rank_life.RankLife)
     crew = GenerationRanks(3, (2,), ("a",)).to_record()
 
     def told(**facts: Any) -> dict[str, Any]:
@@ -103,14 +105,14 @@ def test_too_few_without_a_state_do_not_begin_anew() -> None:
 def test_a_loss_that_falls_into_a_recovery_is_told_with_the_next_one() -> None:
     """The generation that was to follow the first loss never began, so it has no event of its own."""
 
-    def generation(number: int, story: str) -> worker._Generation:
-        return worker._Generation(GenerationRanks(number, (2,), ("a",)), None, story)
+    def generation(number: int, story: str) -> Generation:
+        return Generation(GenerationRanks(number, (2,), ("a",)), None, story)
 
     told = replace(generation(0, ""), is_told=True)
-    first = worker._after(told, generation(1, "rank 1 on a was killed"), 5.0)
-    second = worker._after(first, generation(2, "rank 0 on a was killed"), 7.0)
+    first = after(told, generation(1, "rank 1 on a was killed"), 5.0)
+    second = after(first, generation(2, "rank 0 on a was killed"), 7.0)
     assert (second.story, second.lost_s) == ("rank 1 on a was killed; rank 0 on a was killed", 5.0)
-    third = worker._after(replace(second, is_told=True), generation(3, "rank 0 on a is back"), 9.0)
+    third = after(replace(second, is_told=True), generation(3, "rank 0 on a is back"), 9.0)
     assert (third.story, third.lost_s) == ("rank 0 on a is back", 9.0)
 
 
@@ -136,7 +138,7 @@ def test_saves_that_failed_are_counted_at_the_end(
 ) -> None:
     failures = [(step, f"full at {step}") for step in steps]
     saver: Any = SimpleNamespace(last_error=None, failures=failures, writes_here=True)
-    worker._repeat_failures(saver, has_ended=True)
+    rank_life._repeat_failures(saver, has_ended=True)
     assert caplog.messages == told
 
 
@@ -145,19 +147,19 @@ def test_a_driver_hears_of_each_step_once_though_generations_end_around_it() -> 
 
     def unsettled(*, caught_up: object = None, is_settling: bool = False) -> object:
         session: Any = SimpleNamespace(caught_up=caught_up, controller=SimpleNamespace(is_settling=is_settling))
-        return worker._unsettled(replace(generation, session=session))
+        return generations.unsettled(replace(generation, session=session))
 
-    generation = worker._Generation(GenerationRanks(0, (0,), ("a",)), None)
+    generation = Generation(GenerationRanks(0, (0,), ("a",)), None)
     result: Any = object()
     assert unsettled() is None
     assert unsettled(caught_up=result) == Settled(result)
     assert unsettled(is_settling=True) == Between()
 
     following = replace(generation, unsettled=Settled(result))
-    asked = worker._settle(following)
+    asked = generations.settle(following)
     assert next(asked) == Settled(result)
     with pytest.raises(PeerLostError):  # again, while the driver is at work after that step
         asked.throw(PeerLostError("rank 1"))
-    assert worker._unsettled(following) == Between()
-    drive(worker._settle(following))
-    assert worker._unsettled(following) is None
+    assert generations.unsettled(following) == Between()
+    drive(generations.settle(following))
+    assert generations.unsettled(following) is None
