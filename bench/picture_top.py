@@ -26,6 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from terminal import CHARACTER, EDGE, LINE
+
 from hetseq.monitor.block_chart import Line, text_of
 from hetseq.monitor.lookout import Lookout
 from hetseq.monitor.run_view import view
@@ -33,7 +35,6 @@ from hetseq.monitor.run_view import view
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS, ROWS = 92, 15
 LOOK_S, BEFORE_S, GONE_S, AFTER_S, MOST_S = 0.5, 4.0, 4.0, 4.0, 90.0
-CHARACTER, LINE, EDGE = 8.4, 19, 14  # pixels of a 14 px monospaced font
 WORDS = shlex.split(
     "--task mnist --cpu --throttle 0:2,1:3,2:6 --global-batch-size 479 --max-update 100000 --optimizer sgd --lr 0.02"
     " --lr-scheduler constant --dropout 0 --disable-validation --no-save --no-progress-bar --distributed-world-size 3"

@@ -33,7 +33,7 @@ _GUIDES = {
     "top": ("Monitor a run", "guides/monitor.md"),
     "drop": ("Leaving and coming", "guides/multi-node.md#elastic-training-leaving-and-coming"),
     "script": ("Slurm", "guides/slurm.md"),
-    "ssh": ("Two PCs over ssh", "guides/two-pcs.md"),
+    "ssh": ("One command for all hosts", "guides/ssh.md"),
     "selftest": ("Is it exact?", "start/own-model.md#is-it-exact"),
     "completion": ("Completion in the shell", "guides/running.md#completion-in-the-shell"),
     "demo": ("A tour", "start/tour.md#a-demo"),

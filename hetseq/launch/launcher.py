@@ -582,4 +582,5 @@ def _stop_early(name: str) -> None:
 def _tell(text: str) -> None:
     with suppress(OSError):  # neither stop for a reader that went away, nor wait for one that stopped
         if takes_text(sys.stderr, patience_s=_LOOK_S):
-            sys.stderr.write(f"{toned(text, tone_of(text), sys.stderr)}\n")
+            clear = "\r\x1b[K" if sys.stderr.isatty() else ""  # the live line of rank zero is there
+            sys.stderr.write(f"{clear}{toned(text, tone_of(text), sys.stderr)}\n")

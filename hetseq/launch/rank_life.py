@@ -236,7 +236,7 @@ class RankLife:
             seconds=seconds,
         )  # fmt: skip
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
-        took = "" if seconds is None else f" ({seconds:.2f} s)"
+        took = "" if seconds is None else f" (regrouped in {seconds:.2f} s)"
         who = f"rank {slots[0]} continues" if len(slots) == 1 else f"{len(slots)} ranks continue"
         story = generation.story or "a step could not be finished in time"
         logger.log(level, "%s: %s after step %d%s", story, who, session.last_step, took)

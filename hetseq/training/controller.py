@@ -180,6 +180,7 @@ class Controller:
         self._plan = self.planner.plan(state.position)
         self._counts_ahead: tuple[float, ...] | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
+        self._openings: deque[float] = deque(maxlen=3)  # seconds of the first steps of the last epochs
         self._cap = computer.sizes.cap  # by which the loader cuts
         self._clock = Stopwatch()
         self._update_s = 0.0  # duration of the update of the last step
@@ -485,6 +486,8 @@ class Controller:
         seconds, self._update_s = self._clock.total(), self._clock.seconds["update"]
         state.train_seconds += seconds
         self._recent.append((seconds, plan.size))
+        if plan.start == 0:
+            self._openings.append(seconds)
         is_applied = outcome.verdict is Verdict.APPLY
         loss = weighted_loss(self.weights, outcome.sums, held.counts) if is_applied else None
         work = self.planner.work(plan.epoch, plan.start, plan.stop)
@@ -529,13 +532,20 @@ class Controller:
         return self._unsettled
 
     def _set_deadline(self, plan: StepPlan) -> None:
-        """Set how long a peer may be silent in this step. An epoch's first step may be slow for unknown reasons."""
+        """Set how long a peer may be silent in this step.
+
+        An epoch's first step may be slow for reasons of its own, such as files to open, so it is measured by others
+        of its kind.
+        """
         if self._context.step_deadline_s is not None:
             self.group.deadline_s = self._context.step_deadline_s
         else:
             # any step may compile a kernel for an unforeseen size
-            is_known = len(self._recent) >= 3 and plan.start > 0 and not self._config.compile
+            is_known = len(self._recent) >= 3 and not self._config.compile
             least_s = _LEAST_DEADLINE_S if is_known else _FIRST_DEADLINE_S
+            if plan.start == 0:
+                is_known = is_known and len(self._openings) == self._openings.maxlen
+                least_s = max(_LEAST_DEADLINE_S, _PATIENCE * max(self._openings)) if is_known else _FIRST_DEADLINE_S
             self.group.deadline_s = max(least_s, _PATIENCE * self._expected_s(plan.size))
 
     def _expected_s(self, samples: int) -> float:

@@ -46,7 +46,7 @@ FINDS = {
     "dropout": "concepts/exactness",
     "learning rate": "reference/options",
     "multi-node": "guides/multi-node",
-    "ssh": "guides/two-pcs",
+    "ssh": "guides/ssh",
     "secret": "guides/network",
     "firewall": "guides/network",
     "TensorBoard": "guides/monitor",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +15,11 @@ import pytest
 
 import hetseq
 from hetseq.cluster.membership.compatibility import source_below
+from tests.support.checkout import checkout
 from tests.support.commands import run_command, start_command
 from tests.support.trials import until
 
 ROOT = Path(hetseq.__file__).resolve().parents[1]
-NEEDED = ("hetseq", "tasks", "preprocessing", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +28,7 @@ pytestmark = pytest.mark.slow
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in NEEDED:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, folder / "source")
+    checkout(folder / "source")
     words = ["pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "./source"]
     subprocess.run([sys.executable, "-m", *words], cwd=folder, check=True, capture_output=True)
     (wheel,) = (folder / "dist").glob("*.whl")

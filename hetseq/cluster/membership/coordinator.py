@@ -431,7 +431,7 @@ class Coordinator(Latecomers):
             member for member, known in self._members.items() if known.is_heard and self.phase is StartPhase.RUNNING
         ]
         over += self._late
-        over += [m for m in self._order if self._crews is not None and not self._crews.counts(self._slots_of(m))]
+        over += [m for m in self._order if self._crews is not None and not self._crews.counts(set(self._ranks(m)))]
         self._enter(StartPhase.ENDING, _END_S if is_polite else _CUT_S)
         for member in over:
             self._members[member].is_heard = True

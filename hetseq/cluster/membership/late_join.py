@@ -16,7 +16,7 @@ from hetseq.cluster.membership.participants import Assembly, Participant, Partic
 from hetseq.cluster.membership.run_directory_discovery import FoundDirectories, choose_run_id
 from hetseq.cluster.membership.worker_roster import Crews, Site
 from hetseq.cluster.rendezvous.leader_election import Standing
-from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED
+from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_STOPPED
 
 _DEPOSED = (
     "other nodes are unreachable, and so is the shared directory, where they elect another head, or they have already"
@@ -68,12 +68,27 @@ class Latecomers(Assembly):
             code = EXIT_FAILED if refusal is None else EXIT_DISAGREE
             self._send(member, "ending", code=code, message=refusal or why)
             return
-        slots = range(first, first + claim.workers)
-        self._seats = [seat for seat in self._seats if not set(seat.ranks) & set(slots)]
+        slots = set(range(first, first + claim.workers))
+        for seat in self._seats:
+            if slots & set(seat.ranks):
+                self._unseat(seat.member, new)
+        self._seats = [seat for seat in self._seats if not slots & set(seat.ranks)]
         self._seats.append(Seat(member, claim.host, claim.pid, first, claim.workers))
         self._late.add(member)
         self._send(member, "tell", text=f"the run has begun; {claim.host} joins while it trains")
         self._send(member, "see", mark=self._places[0].mark)
+
+    def _unseat(self, member: int, new: Participant) -> None:
+        """Another node gets the slots of this one. Its launcher may still run (it was cut off), or its connection be
+        the only thing left of it (its machine lost power): the kernel gives that up minutes later."""
+        known = self._members[member]
+        if known.is_heard or known.is_gone:
+            return
+        self._send(member, "ending", code=EXIT_STOPPED, message=(
+            f"{new.host} (pid {new.pid}) has taken the ranks of {known.host} (pid {known.pid}), which the others"
+            " could not reach: run the same command again to join with new ranks"
+        ))  # fmt: skip
+        known.is_gone = True
 
     def _claim_early(self, member: int, claim: Claim, record: Record) -> None:
         """Handle a node that comes while the others are starting. With --join it waits until they train. With fixed

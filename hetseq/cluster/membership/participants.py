@@ -82,11 +82,8 @@ class Assembly:
         return [rank for member in place.members for rank in self._ranks(member)]
 
     def _ranks(self, member: int) -> range:
-        return next(seat.ranks for seat in self._seats if seat.member == member)
-
-    def _slots_of(self, member: int) -> set[int]:
-        """The ranks of a member; empty if another member has taken its place."""
-        return {rank for seat in self._seats if seat.member == member for rank in seat.ranks}
+        """The ranks of a member; none if another member has taken its place."""
+        return next((seat.ranks for seat in self._seats if seat.member == member), range(0))
 
     def _own_rank(self, member: int, record: Record) -> int:
         rank = int(record["rank"])
@@ -102,7 +99,8 @@ class Assembly:
         twins = [other for other in self._members.values() if other.host == host]
         if len(twins) == 1:
             return host
-        return f"{host} ({_span(self._ranks(member)) if self._seats else f'pid {self._members[member].pid}'})"
+        ranks = self._ranks(member)
+        return f"{host} ({_span(ranks) if ranks else f'pid {self._members[member].pid}'})"
 
     def _is_excused(self, member: int) -> bool:
         return self._members[member].is_heard or self._members[member].is_gone

@@ -86,7 +86,7 @@ def _generation(event: Event) -> tuple[str, str]:
     ranks = event.get("ranks")
     who = f"{len(ranks)} {'rank continues' if len(ranks) == 1 else 'ranks continue'}" if isinstance(ranks, list) else ""
     seconds = event.get("seconds")
-    took = f" after {seconds:.2f} s without training" if isinstance(seconds, (int, float)) else ""
+    took = f", regrouped in {seconds:.2f} s" if isinstance(seconds, (int, float)) else ""
     return f"{story}: {who}{took}", next((remedy for words, remedy in _STORIES if words in story), _NOTHING)
 
 

@@ -683,6 +683,43 @@ def test_the_launcher_whose_place_another_one_has_taken_hears_the_end_too() -> N
     assert endings(talk.over(0)) == dict.fromkeys(range(3), Ending(0))
 
 
+def powered_off_and_back(rank: int | None = 3) -> Talk:
+    """labB lost its power, so its connection did not end; the others continue, and labB starts the command again."""
+    talk = Talk()
+    talk.run(TWO)
+    talk.report(0, 1, 2)
+    talk.wait(ANSWER_S + 0.1)
+    world, least = (None, 1) if rank is None else (4, None)
+    said = talk.claim(2, 1, rank, world, min_ranks=least, host="labB")
+    assert kinds(said) == [(1, "ending"), (2, "tell"), (2, "see")]
+    (gone, _) = endings(said).popitem()[1].code, talk.say(2, "seen", is_shared=True)
+    assert gone == 75
+    return talk
+
+
+# FAULT: the old launcher has no seat any more, and a search for its ranks ended the hub's thread: StopIteration in
+# `gone`, when the kernel at last gave the old connection up, or when a launcher that was cut off spoke again.
+@pytest.mark.parametrize("rank", [3, None], ids=["given rank", "join"])
+def test_a_node_that_is_back_before_its_old_connection_has_ended_takes_its_own_place(rank: int | None) -> None:
+    talk = powered_off_and_back(rank)
+    assert talk.lose(1, "Connection timed out") == []
+    assert talk.hub.phase is StartPhase.RUNNING
+    talk.say(2, "present", rank=3, starts=1, fields={"parameters": "weight"})
+    assert kinds(talk.report(0, 1, 2, generation=1))[-1] == (2, "record")
+    talk.end(2, 3, starts=1)
+    talk.over(2)
+    assert talk.finish(0, 1, 2) == Ending(0)
+
+
+def test_a_launcher_whose_place_was_taken_while_it_was_cut_off_is_not_heard_any_more() -> None:
+    talk = powered_off_and_back()
+    assert talk.say(1, "present", rank=3, starts=0, fields={"parameters": "weight"}) == []
+    assert talk.say(1, "leave") == []
+    assert talk.end(1, 3, None) == []
+    assert talk.over(1, cut_short="SIGTERM") == []
+    assert talk.hub.phase is StartPhase.RUNNING
+
+
 # Leaving.
 
 

@@ -455,11 +455,11 @@ def test_the_last_three_incidents_are_told_in_words(tmp_path: Path) -> None:
     told = [line for line in lines if " ago, step 8: " in line]
     killed = (
         "2 s ago, step 8: rank 1 on labB was killed (SIGKILL, as the kernel does when memory runs out): 2 ranks"
-        " continue after 0.07 s without training"
+        " continue, regrouped in 0.07 s"
     )
     assert told == [
         killed,
-        "2 s ago, step 8: rank 1 on labB is back: 3 ranks continue after 0.07 s without training",
+        "2 s ago, step 8: rank 1 on labB is back: 3 ranks continue, regrouped in 0.07 s",
         killed,
     ]
     assert not any("{" in line for line in lines)

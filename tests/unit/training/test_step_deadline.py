@@ -17,13 +17,13 @@ FIRST_S, LEAST_S = 120.0, 5.0
 
 def deadline(
     recent: list[tuple[float, int]], samples: int, *, start: int = 100, given: float | None = None,
-    compiles: bool = False,
+    compiles: bool = False, openings: tuple[float, ...] = (),
 ) -> float:  # fmt: skip
-    """The deadline of a step of `samples` samples after steps of (seconds, samples)."""
+    """The deadline of a step of `samples` samples after steps of (seconds, samples), and epochs of that first step."""
     controller: Any = Controller.__new__(Controller)
     controller.group, controller._context = LocalGroup(), RankContext(step_deadline_s=given)
     controller._config = OptimizationConfig(compile=compiles)
-    controller._recent = deque(recent, maxlen=21)
+    controller._recent, controller._openings = deque(recent, maxlen=21), deque(openings, maxlen=3)
     controller._set_deadline(StepPlan(9, 2, start, start + samples, (samples,), ends_epoch=False))
     seconds: float = controller.group.deadline_s
     return seconds
@@ -64,6 +64,13 @@ def test_one_slow_step_among_quick_ones_changes_nothing() -> None:
 def test_the_first_step_of_an_epoch_may_read_its_data_anew() -> None:
     assert deadline([(0.1, 10)] * 21, 10, start=0) == FIRST_S
     assert deadline([(0.1, 10)] * 21, 10, start=10) == LEAST_S
+
+
+def test_after_three_epochs_the_first_step_of_one_is_known_by_the_others_of_its_kind() -> None:
+    assert deadline([(0.1, 10)] * 21, 10, start=0, openings=(0.1, 0.1)) == FIRST_S
+    assert deadline([(0.1, 10)] * 21, 10, start=0, openings=(0.1, 0.1, 0.1)) == LEAST_S
+    assert deadline([(0.1, 10)] * 21, 10, start=0, openings=(0.1, 30.0, 0.1)) == pytest.approx(300.0)
+    assert deadline([(0.1, 10)] * 21, 10, start=0, openings=(0.1, 0.1, 0.1), compiles=True) == FIRST_S
 
 
 def test_a_slow_run_does_not_wait_less_at_the_start_of_an_epoch() -> None:
