@@ -24,6 +24,9 @@ if TYPE_CHECKING:
         RendezvousError,
         TaskError,
     )
+    from hetseq.launch.script_worker import start
+    from hetseq.loop.run import Run
+    from hetseq.loop.step import Step
     from hetseq.monitor.report.recorded import RecordedRun, load_run
     from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
@@ -49,9 +52,12 @@ _HOMES = {
     "Task": "task",
     "TaskError": "errors",
     "TrainedStep": "task",
+    "Run": "loop.run",
+    "Step": "loop.step",
     "empty_gradient": "parallel.gradient_memory",
     "load_run": "monitor.report.recorded",
     "option": "config.sections",
+    "start": "launch.script_worker",
     "register_lr_scheduler": "registry",
     "register_optimizer": "registry",
     "register_task": "registry",
@@ -71,6 +77,8 @@ __all__ = [
     "OptimizationConfig",
     "RecordedRun",
     "RendezvousError",
+    "Run",
+    "Step",
     "Task",
     "TaskError",
     "TrainedStep",
@@ -81,6 +89,7 @@ __all__ = [
     "register_lr_scheduler",
     "register_optimizer",
     "register_task",
+    "start",
 ]
 
 short_names.install()

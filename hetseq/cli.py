@@ -14,14 +14,13 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hetseq import __version__
 from hetseq import config as options
 from hetseq.config.command_line import CommandRefused
-from hetseq.errors import EXIT_STOPPED, EXIT_USAGE, HetSeqError, text_of
+from hetseq.errors import EXIT_USAGE, HetSeqError, text_of
 from hetseq.monitor.colour import Tone, toned
 from hetseq.registry import nearest
 from hetseq.system.processes import interrupting_on_signals
@@ -35,6 +34,7 @@ _PATIENCE_S = 1.0  # with a terminal that accepts no output
 #: command -> address of its function, which receives the words and a function to print a line; and its purpose
 COMMANDS = {
     "train": ("hetseq.cli:train", "train a task; `hetseq train --help-all` lists every option"),
+    "run": ("hetseq.commands.run_script:run", "run a script with a training loop of its own on all devices"),
     "evaluate": ("hetseq.commands.evaluate:run_evaluate", "evaluate a checkpoint of a run on a split"),
     "predict": (
         "hetseq.commands.evaluate:run_predict",
@@ -129,13 +129,9 @@ def train(argv: Sequence[str], say: Callable[[str], None], *, save_dir: str | No
             from hetseq.launch.launch import stopped_early
 
             ending = stopped_early(str(signal), config)
-    if ending.message:
-        from hetseq.monitor.progress import takes_text
+    from hetseq.launch.launch import tell_ending
 
-        with suppress(OSError):  # the reader has gone; the exit code still tells
-            if takes_text(sys.stderr, patience_s=_PATIENCE_S):
-                tone = Tone.WARNING if ending.code == EXIT_STOPPED else Tone.ERROR
-                print(toned(f"hetseq: {ending.message}", tone, sys.stderr), file=sys.stderr)
+    tell_ending(ending)
     return ending.code
 
 

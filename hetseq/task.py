@@ -84,6 +84,8 @@ class Task:
     needs_gradients_in_validation: ClassVar[bool] = False
     #: a dataclass of the task's own options; its fields become flags and attributes of `self.args`
     Options: ClassVar[type | None] = None
+    #: set by `after_step` on any rank: all ranks end the run after this step
+    wants_to_stop: bool = False
     #: the factor on the learning rate of the coming steps; `after_step` may change it, and checkpoints hold it
     learning_rate_factor: float = 1.0
 
@@ -165,6 +167,10 @@ class Task:
         must decide alike; HetSeq compares the answers and the numbers of `state_dict` after each step.
         """
         return None
+
+    def different_answers(self, answer: bool, rank: int) -> str:
+        """What the error says if `after_step` gave `answer` on rank 0 and the other answer on `rank`."""
+        return f"{type(self).__name__}.after_step returned {answer} on rank 0 and {not answer} on rank {rank}"
 
     def state_dict(self) -> dict[str, Any]:
         """The values that `after_step` derives: numbers, text, None, tensors, and lists and dicts of them, by name.

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from hetseq import __version__
 from hetseq.cluster.membership.admission import why_ranks_do_not_fit
-from hetseq.cluster.membership.assignment import Assignment, InferenceJob
+from hetseq.cluster.membership.assignment import Assignment, Errand, InferenceJob
 from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, stopped, with_trace
 from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
 from hetseq.config.sections import Config, DistributedConfig
-from hetseq.errors import ConfigError, HetSeqError, few, text_of
+from hetseq.errors import EXIT_STOPPED, ConfigError, HetSeqError, few, text_of
 from hetseq.launch.early_checks import check_command
 from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.launch.launcher import Launcher
@@ -35,23 +35,27 @@ from hetseq.launch.run_directory_guard import in_use
 from hetseq.launch.visible_gpus import cpu_build, visible_gpus
 from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.launch.worker_watch import may_go_on
+from hetseq.monitor.colour import Tone, toned
 from hetseq.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 1.0  # with a terminal that accepts no output
 _TELLING_S = 3.0  # to tell the other nodes why this one cannot take part
 _MOST_OF_2020 = 4  # workers of a node whose options only say where the nodes meet, as in HetSeq of 2020
 
 
-def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
+def launch(config: Config, errand: Errand | None = None) -> Ending:
     """Run the configuration on this node until it ends, together with other nodes if it says where they meet.
 
-    With an errand the ranks run that instead of training, on this node only; the message is its result.
+    With an errand the ranks run that instead of training a task: a script, or on this node only an inference, whose
+    result is the message.
 
     Raises HetSeqError for errors before this node has joined the run.
     """
     config = _with_memory_of_environment(config)
-    seen = _see(config.distributed) if errand is None else None
+    is_inference = isinstance(errand, InferenceJob)
+    seen = None if is_inference else _see(config.distributed)
     refusal = _refusal_of(config)
     is_among_others = config.distributed.meeting_url is not None or (seen is not None and not seen.is_alone)
     if refusal is not None and not is_among_others:
@@ -76,7 +80,7 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
         _say(f"{fault}; telling the other nodes")
     if refusal is None:
         launcher = Launcher(config, devices, command=command, interface=interface, errand=errand)
-        _say(_first_line(config, devices, is_run=errand is None))  # the workers print nothing for seconds
+        _say(_first_line(config, devices, is_run=not is_inference))  # the workers print nothing for seconds
         with _stopping_in_time(seen):
             return launcher.run()
     # the other nodes would wait for this one in vain, so it joins anyway, and the refusal reaches all of them
@@ -116,6 +120,16 @@ def _see(config: DistributedConfig) -> Seen | None:
         return None
     look = Look(os.environ, _text_of, socket.gethostname(), is_terminal=sys.stdin is not None and sys.stdin.isatty())
     return see(look, config.env, tell=_say)
+
+
+def tell_ending(ending: Ending) -> None:
+    """Print why a run ended, if there is anything to say. The exit code still tells if the reader has gone."""
+    from hetseq.monitor.progress import takes_text
+
+    with suppress(OSError):
+        if ending.message and takes_text(sys.stderr, patience_s=_PATIENCE_S):
+            tone = Tone.WARNING if ending.code == EXIT_STOPPED else Tone.ERROR
+            print(toned(f"hetseq: {ending.message}", tone, sys.stderr), file=sys.stderr)
 
 
 def _say(line: str) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hetseq.cluster.membership import decide as membership
-from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, InferenceJob
+from hetseq.cluster.membership.assignment import Assignment, Errand, GenerationRanks
 from hetseq.cluster.membership.compatibility import build_tag, node_fields
 from hetseq.cluster.membership.coordinator_client import Member, claim_of, join
 from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, WorkerEnd, judge, lost, stopped
@@ -103,7 +103,7 @@ class Launcher:
 
     def __init__(
         self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None,
-        errand: InferenceJob | None = None, refusal: HetSeqError | None = None,
+        errand: Errand | None = None, refusal: HetSeqError | None = None,
     ) -> None:  # fmt: skip
         self._refusal = refusal  # why this node cannot take part; it joins only to tell the others
         self._config, self._devices, self._command, self._interface = config, devices, command, interface

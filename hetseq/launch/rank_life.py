@@ -12,10 +12,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,6 +29,7 @@ from hetseq.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_STOPPED,
+    HetSeqError,
     PeerLostError,
     RendezvousError,
 )
@@ -63,6 +64,10 @@ _CONNECT_TIMEOUT_S = 120.0  # all ranks have loaded and connect within seconds; 
 _RECONNECT_TIMEOUT_S = 20.0  # all ranks are told to connect at the same time
 
 
+class LeftBehindError(HetSeqError):
+    """A script cannot be moved to a state that its rank did not reach; another process takes its place."""
+
+
 class RankLife:
     """The life of one rank through the generations of its run."""
 
@@ -79,6 +84,11 @@ class RankLife:
         self._config, self._directory, self._placement, self._line = config, directory, placement, line
         self._stop, self._closing, self._errand = stop, closing, errand
         self.is_ready = False
+        self.generation = Generation(placement.crew, None)
+        #: for a script that drives this rank: called in each later generation with the ranks that hold the state
+        self.on_regroup: Callable[[Group], None] | None = None
+        #: for the same: ends this process, with an error as its reason, where no exception can be raised
+        self.give_up: Callable[[BaseException], NoReturn] = _raise
         self._gone_back_to = 0
         self.output = RankOutput(directory, placement.slot)
         if isinstance(line, LauncherLink):  # else a user runs this rank, perhaps in a debugger
@@ -124,17 +134,34 @@ class RankLife:
         whereabouts.enter(Phase.MEETING)
         self._line.present({**rank_fields(config, material), **(also or {})})
 
+    @property
+    def first_place(self) -> tuple[int, int]:
+        """Rank and number of ranks at the start of this process; a process that joins knows its slot alone."""
+        crew, slot = self._placement.crew, self._placement.slot
+        return (slot if self._placement.is_replacement else crew.rank_of(slot)), crew.world_size
+
+    @property
+    def group(self) -> Group:
+        """The ranks of the generation."""
+        assert self.generation.group is not None
+        return self.generation.group
+
+    def divide(self, total: int) -> tuple[int, ...]:
+        """How many of `total` pieces of work each rank takes, by its speed; empty while there is no session."""
+        session = self.generation.session
+        return () if session is None else session.controller.pace.divide(total)
+
     def run(self) -> Engine[dict[str, Any]]:
         """Run all generations that this rank takes part in; returns its report."""
-        generation = Generation(self._placement.crew, None)
+        generation = self.generation
         if self._placement.is_replacement:
             faults.point("join")
-            generation = self._read(self._line_of_record(), None)
+            generation = self.generation = self._read(self._line_of_record(), None)
         while True:
             lost = yield from self._live(generation)
             if not isinstance(lost, str):
                 return lost
-            generation = self._succeed(generation, lost)
+            generation = self.generation = self._succeed(generation, lost)
 
     def _live(self, generation: Generation) -> Engine[dict[str, Any] | str]:
         """Run one generation to its end; returns the report of this rank, or why another generation must follow.
@@ -146,6 +173,7 @@ class RankLife:
             self._form(generation)
             if self._errand is not None:
                 return self._do(self._errand, generation)
+            self._tell_script(generation)
             yield from settle(generation)
             return (yield from self._train(generation))
         except (PeerLostError, RendezvousError) as error:
@@ -166,6 +194,16 @@ class RankLife:
         generation.sharing = share(generation.group, crew.parts) if crew.parts else everything_shared(generation.group)
         self.output.show(rank == 0)
         self._metrics.lead(is_writer=crew.writer_of(rank) == rank, has_display=rank == 0)
+
+    def _tell_script(self, generation: Generation) -> None:
+        """Give a script that drives this rank the ranks that hold the same state. Raises LeftBehindError."""
+        if self.on_regroup is None or generation.succession is None or generation.group is None:
+            return
+        survivors = generation.survivors
+        if generation.group.rank in survivors:
+            self.on_regroup(generation.group.subgroup(survivors, "script"))
+        elif self.is_ready:
+            raise LeftBehindError("this rank lacks a step that the others have made: its script begins anew")
 
     def _do(self, errand: InferenceJob, generation: Generation) -> dict[str, Any]:
         assert generation.group is not None
@@ -219,7 +257,8 @@ class RankLife:
             self._metrics.close()
             best = self._metrics.best()
             for line in closing_lines(
-                self._config, controller.state, step=session.last_step, start_s=start_s, best=best
+                self._config, controller.state, step=session.last_step, start_s=start_s, best=best,
+                is_script=self._material.own_loop is not None,
             ):  # fmt: skip
                 logger.info(line)
 
@@ -312,6 +351,10 @@ class RankLife:
         """The generation that a record describes. Raises PeerLostError."""
         record, crew = Record.from_record(told["record"]), GenerationRanks.from_record(told["crew"])
         return Generation(crew, succession_by(record, carried), told["story"])
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _newest_to_go_back_to(session: Session, error: ReplicasDiffer, gone_back_to: int) -> int:

@@ -13,11 +13,12 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -60,6 +61,13 @@ def worker_main(
     cell: Cell,
 ) -> None:
     """Entry point of a worker process; never returns. `own` holds the values of `config.extras` by kind."""
+    stop, line = begin_process(config, channel, cell)
+    directory = RunDirectory(Path(run_path))
+    end_process(line, run_worker(config, directory, placement, stop, own=own, line=line, errand=errand))
+
+
+def begin_process(config: Config, channel: Connection, cell: Cell) -> tuple[StopRequest, LauncherLink]:
+    """Tie this process to its launcher: signals, phases, its end, and the pipe between them."""
     stop = StopRequest()
     stop.install()
     forget_safe_path()
@@ -69,14 +77,14 @@ def worker_main(
     launcher = parent_process()  # for multiprocessing; to the kernel the parent is the fork server
     if launcher is not None:
         die_with_pipe(launcher.sentinel)
-
-    line, directory = (
-        LauncherLink(channel, join_timeout_s=config.distributed.join_timeout),
-        RunDirectory(Path(run_path)),
-    )
+    line = LauncherLink(channel, join_timeout_s=config.distributed.join_timeout)
     line.pulse = Watchdog(cell, line.deadline)
     line.pulse.start()
-    report = run_worker(config, directory, placement, stop, own=own, line=line, errand=errand)
+    return stop, line
+
+
+def end_process(line: LauncherLink, report: Mapping[str, Any]) -> NoReturn:
+    """Send the report, and leave without destructors."""
     line.send("end", **report)
     line.close()
     for stream in (sys.stdout, sys.stderr):
@@ -114,10 +122,10 @@ def run_worker(
             if life is not None:
                 life.output.write_last_words(trace_of(error) if summary(error) else _text_of(error))
             is_ready, has_log = life is not None and life.is_ready, life is not None and errand is None
-            return _report_of_failure(error, placement, is_ready=is_ready, has_log=has_log)
+            return report_of_failure(error, placement, is_ready=is_ready, has_log=has_log)
 
 
-def _report_of_failure(
+def report_of_failure(
     error: Exception, placement: Assignment, *, is_ready: bool, has_log: bool = True
 ) -> dict[str, Any]:  # fmt: skip
     """The report of a failed rank, whose log file has the whole traceback if it `has_log`."""

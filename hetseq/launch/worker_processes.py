@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hetseq.cluster.membership.assignment import Assignment, InferenceJob
+from hetseq.cluster.membership.assignment import Assignment, Errand, ScriptJob
 from hetseq.cluster.membership.exit_status import WorkerEnd
 from hetseq.config.sections import Config
 from hetseq.system import faults
@@ -172,7 +172,7 @@ def start_worker(
     config: Config,
     run_path: Path,
     placement: Assignment,
-    errand: InferenceJob | None = None,
+    errand: Errand | None = None,
     *,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Worker:
@@ -263,6 +263,10 @@ def end_all(workers: Sequence[Worker], tell: Callable[[str], None]) -> None:
 
 def _enter(*arguments: Any) -> None:
     """Entry point of a worker process, which has torch loaded; the launcher has not."""
+    if any(isinstance(argument, ScriptJob) for argument in arguments):
+        from hetseq.launch.script_worker import script_main
+
+        script_main(*arguments)
     from hetseq.launch.worker import worker_main
 
     worker_main(*arguments)

@@ -304,7 +304,7 @@ def build_controller(
     job: RankJob, replica: Replica, start: Start, feed: Feed, reports: Reports, sizes: MicroBatchSizes
 ) -> Controller:
     """One training step, and the loop."""
-    config, material = job.config, job.material
+    config, material, loop = job.config, job.material, job.material.own_loop
     name = f"rank {job.own_slot} on {socket.gethostname()}"
     computer = ShareComputer(
         material.task, replica, terms=material.terms, on=ComputeDevice(material.device, material.precision, name),
@@ -314,8 +314,14 @@ def build_controller(
     )  # fmt: skip
     return Controller(
         computer, job.group, feed=feed.steps, boundary=reports.boundary, state=start.state,
-        recipe=Recipe(config.optimization, _schedule(job, start, feed)),
-        context=RankContext(_memory_of(material.device), job.wish, config.distributed.step_deadline),
+        recipe=Recipe(
+            config.optimization, _schedule(job, start, feed) if loop is None else None,
+            has_late_count=loop is not None and loop.has_late_count,
+        ),
+        context=RankContext(
+            _memory_of(material.device), job.wish, config.distributed.step_deadline,
+            driver_deadline_s=0.0 if loop is None else loop.deadline_s,
+        ),
     )  # fmt: skip
 
 

@@ -34,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class OwnLoop:
+    """Facts about a script with a training loop of its own, in the place of a task."""
+
+    has_late_count: bool  # the last term is the count of the first one, known only after forward
+    deadline_s: float  # how long the script may take between two steps
+
+
+@dataclass(frozen=True)
 class LoadedTask:
     """The user's part of a run on this rank."""
 
@@ -48,6 +56,7 @@ class LoadedTask:
     precision: Precision
     trial: probe.LossTrial = field(default_factory=probe.LossTrial)
     split: str = "train"  # name of the training data
+    own_loop: OwnLoop | None = None  # None: a task, whose steps HetSeq computes itself
 
     @functools.cached_property
     def task_state(self) -> TaskState:

@@ -6,13 +6,14 @@ with an `after_step` of their own pay for this small gather.
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from hetseq.comm.group import Group
+from hetseq.comm.group import Group, Rows, RowTransport
 from hetseq.errors import DisagreementError, TaskError
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.regroup import PendingWork
@@ -23,6 +24,33 @@ _TEXT_BYTES = 4096  # of a record, in the message about ranks that differ
 
 #: name of a split -> its figures
 Figures = Mapping[str, Mapping[str, float]]
+
+
+class Call(enum.IntEnum):
+    """The calls in which ranks meet between two steps, as rows of numbers."""
+
+    END_OF_STEP, EVALUATE, ONLY_FIRST = range(3)
+
+    @property
+    def words(self) -> str:
+        """The call as it appears in messages."""
+        return ("at the end of the step", "in run.evaluate", "in run.only_first")[self]
+
+
+def meet(group: RowTransport, call: Call, step: int, values: tuple[int, int, int]) -> Rows:
+    """The three numbers of each rank, (world_size, 3), if all are in the same call after the same step. Collective.
+
+    Raises DisagreementError on every rank if they are not, and PeerLostError.
+    """
+    rows = group.all_gather_rows(np.array([call, step, *values], np.int64))
+    for rank, (other, of_step) in enumerate(rows[:, :2].tolist()):
+        if (other, of_step) != (rows[0, 0], rows[0, 1]):
+            raise DisagreementError(
+                f"rank 0 is {Call(rows[0, 0]).words} after step {rows[0, 1]}, rank {rank} {Call(other).words} after"
+                f" step {of_step}: the script took different ways on them; let it decide by numbers that are equal on all"
+                " ranks, such as step.loss, not by its rank"
+            )
+    return rows[:, 2:]
 
 
 class TaskHooks:
@@ -41,7 +69,8 @@ class TaskHooks:
         if self._state.step < due.step:  # else a lost peer has interrupted this call after the task had answered
             controller.state.ended_by_task = self._ask(controller, due, figures)
             self._state.step = due.step
-        self._compare(controller.group, due.step, is_over=controller.state.ended_by_task)
+        if self._agree(controller.group, due.step, is_over=controller.state.ended_by_task):
+            controller.state.ended_by_task = True
 
     def _ask(self, controller: Controller, due: PendingWork, figures: Figures) -> bool:
         row, replica = due.row, controller.replica
@@ -62,19 +91,18 @@ class TaskHooks:
             )
         return bool(answer)
 
-    def _compare(self, group: Group, step: int, *, is_over: bool) -> None:
-        if group.world_size == 1:
-            return
-        row = np.array([is_over, self._state.digest()], np.int64)  # (2,)
-        rows = group.all_gather_rows(row)  # (world_size, 2)
-        odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
+    def _agree(self, group: Group, step: int, *, is_over: bool) -> bool:
+        """Whether a rank asks all to end the run. Raises DisagreementError if their answers or states differ."""
+        row = is_over, self._state.digest(), self._task.wants_to_stop
+        rows = meet(group, Call.END_OF_STEP, step, row)  # (world_size, 3)
+        odd = np.flatnonzero((rows[:, :2] != rows[0, :2]).any(axis=1)).tolist()
         if not odd:
-            return
-        name, rank = type(self._task).__name__, odd[0]
+            return bool(rows[:, 2].any())
+        rank = odd[0]
         if rows[rank, 0] != rows[0, 0]:
-            what = f"{name}.after_step returned {bool(rows[0, 0])} on rank 0 and {bool(rows[rank, 0])} on rank {rank}"
+            what = self._task.different_answers(bool(rows[0, 0]), rank)
         else:
-            what = f"the state of {name} differs: {self._differing(group, rank)}"
+            what = f"the state of {type(self._task).__name__} differs: {self._differing(group, rank)}"
         raise DisagreementError(
             f"after step {step} {what}; let it follow from the step's numbers, which are equal on all ranks, not from"
             " clocks, unseeded random numbers, tensors or files of a node"

@@ -43,7 +43,7 @@ class Phase(enum.IntEnum):
 
     STARTING, LOADING, MEETING, CONNECTING, BUILDING, DATA, COUNT, FORWARD_BACKWARD, REDUCE, COMMIT, UPDATE = range(11)
     BOUNDARY, COMPARING, VALIDATION, SAVING, REGROUPING, ENDING, SWEEPING = range(11, 18)
-    LOADING_DATA, MODEL, TRIAL, COMPILING = range(18, 22)
+    LOADING_DATA, MODEL, TRIAL, COMPILING, SCRIPT = range(18, 23)
 
     @property
     def words(self) -> str:
@@ -58,6 +58,7 @@ _IN_WORDS = {
     Phase.MODEL: "building its model",
     Phase.TRIAL: "the start-up trial of its loss",
     Phase.COMPILING: "compiling its model",
+    Phase.SCRIPT: "the script, between two steps",
     Phase.MEETING: "waiting until all ranks have loaded",
     Phase.CONNECTING: "connecting to its peers",
     Phase.BUILDING: "building optimizer and loader, or taking over the state",

@@ -238,7 +238,6 @@ class Controller:
         self.is_settling = True
         yield from ended(Settled(result))
         self.is_settling = False
-        whereabouts.enter(Phase.BOUNDARY)
         patience_s = _FIRST_DEADLINE_S + self._context.driver_deadline_s + self.replica.state_bytes() / _SLOWEST_DISK
         with phase("checkpoint"), self._patience(patience_s):
             self._boundary.after_step(self, result, ends_run=self.has_ended())

@@ -80,9 +80,22 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class ScriptJob:
+    """Run a script with a training loop of its own on each rank: a file, or a module by its dotted name."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+
+@dataclass(frozen=True)
 class InferenceJob:
     """Run inference on a checkpoint of the run in `run`, an absolute path; the config selects checkpoint and splits."""
 
     run: str
     output: str | None = None  # a new file into which rank zero writes predictions; None: evaluate
     wants_json: bool = False
+
+
+#: what the ranks of a run do in place of training a task
+Errand = ScriptJob | InferenceJob

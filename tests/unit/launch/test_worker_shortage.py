@@ -20,7 +20,7 @@ PLACEMENT = Assignment(slot=2, device="cpu", threads=1)
 
 @pytest.mark.parametrize(("is_ready", "when"), [(False, "before the first step the memory"), (True, "the memory")])
 def test_memory_that_ran_out_has_its_own_code_and_no_traceback(is_ready: bool, when: str) -> None:
-    report = worker._report_of_failure(MemoryError(), PLACEMENT, is_ready=is_ready)
+    report = worker.report_of_failure(MemoryError(), PLACEMENT, is_ready=is_ready)
     message = report["message"]
     assert message.startswith(f"rank 2 on {socket.gethostname()}: {when} of cpu ran out")
     assert codes_in(message) == ["memory-exhausted"]
@@ -30,12 +30,12 @@ def test_memory_that_ran_out_has_its_own_code_and_no_traceback(is_ready: bool, w
 
 
 def test_what_says_it_itself_is_left_as_it_is() -> None:
-    own = worker._report_of_failure(DeviceMemoryError("not even one sample"), PLACEMENT, is_ready=True)
+    own = worker.report_of_failure(DeviceMemoryError("not even one sample"), PLACEMENT, is_ready=True)
     assert own["message"] == "not even one sample [memory-exhausted]"
 
 
 def test_another_failure_of_the_task_keeps_its_traceback() -> None:
-    other = worker._report_of_failure(RuntimeError("shapes"), PLACEMENT, is_ready=False)
+    other = worker.report_of_failure(RuntimeError("shapes"), PLACEMENT, is_ready=False)
     assert codes_in(other["message"]) == ["worker-raised"]
 
 
@@ -55,7 +55,7 @@ def report_on_gpu(
             raise device_says
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    return worker._report_of_failure(error, replace(PLACEMENT, device="cuda:1"), is_ready=is_ready)
+    return worker.report_of_failure(error, replace(PLACEMENT, device="cuda:1"), is_ready=is_ready)
 
 
 @pytest.mark.parametrize("tail", [cuda_errors.TAIL, cuda_errors.OTHER_TAIL])
@@ -93,4 +93,4 @@ def test_only_what_may_come_from_the_device_is_asked_about(monkeypatch: pytest.M
         monkeypatch.setattr(memory, "usage", lambda device: "all of it")
         assert "has_lost_device" not in report_on_gpu(error, monkeypatch, LOST)
     assert "has_lost_device" not in report_on_gpu(CUBLAS, monkeypatch, LOST, is_ready=False)
-    assert "has_lost_device" not in worker._report_of_failure(CUBLAS, PLACEMENT, is_ready=True), "a CPU"
+    assert "has_lost_device" not in worker.report_of_failure(CUBLAS, PLACEMENT, is_ready=True), "a CPU"

@@ -1,0 +1,80 @@
+"""`hetseq run`: a script with a training loop of its own, on all devices and nodes of `hetseq train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hetseq import config as options
+from hetseq.cluster.membership.assignment import ScriptJob
+from hetseq.config.fields import catalogue_of
+from hetseq.config.sections import SECTIONS, Config
+from hetseq.errors import ConfigError
+from hetseq.system.processes import interrupting_on_signals
+
+_USAGE = "hetseq run [options] script.py [arguments of the script], or hetseq run [options] -m module [arguments]"
+_HELP = f"""usage: {_USAGE}
+
+Run a script with a loop over run.steps(...) on each device: hetseq.start() in it takes part in the run. The options are
+those of hetseq train about devices, nodes, shares, precision, checkpoints and logs; `hetseq train --help-all` lists
+them. What is trained is said in the script. Options come before the script, its own arguments behind it.
+"""
+#: options of training that a script leaves to the command line
+_LEFT = {
+    "seed", "precision", "max_skipped_steps", "noise_scale_every", "num_workers", "max_sentences", "global_batch_size",
+    "unit_size", "shuffle_block", "required_batch_size_multiple",
+}  # fmt: skip
+_OF_A_TASK = ("task", "data", "validation", "optimization")
+
+
+def run(argv: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq run`: the launcher of this node."""
+    del say
+    from hetseq.launch.launch import launch, stopped_early, tell_ending
+    from hetseq.launch.worker_processes import ending_server
+
+    config: Config | None = None
+    with interrupting_on_signals():
+        try:
+            config, job = parse(argv)
+            logging.basicConfig(format="%(message)s", level=logging.WARNING)
+            with ending_server():
+                ending = launch(config, job)
+        except KeyboardInterrupt as signal:  # the launcher does not handle signals yet
+            ending = stopped_early(str(signal), config)
+    tell_ending(ending)
+    return ending.code
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, ScriptJob]:
+    """The options, and the script with its arguments. Raises ConfigError and HelpRequested."""
+    at = next((at for at, word in enumerate(argv) if word == "-m" or word.endswith(".py")), len(argv))
+    if at == len(argv):
+        if {"--help", "-h"} & set(argv):
+            raise options.HelpRequested(_HELP)
+        raise ConfigError(f"found no script in the words after hetseq run: expected {_USAGE}")
+    is_module = argv[at] == "-m"
+    words = list(argv[at + is_module :])
+    if not words:
+        raise ConfigError("-m: expected the name of a module behind it, as in -m mypackage.train")
+    if not is_module and not os.path.isfile(words[0]):
+        raise ConfigError(f"there is no script {words[0]}: expected the path of a Python file")
+    script = words[0] if is_module else os.path.abspath(words[0])
+    config = options.parse(argv[:at], save_dir=f"runs/{os.path.basename(script).removesuffix('.py')}")
+    _check_left(config, words[0])
+    task = dataclasses.replace(config.task, task=script)
+    return dataclasses.replace(config, task=task), ScriptJob(script, tuple(words[1:]), is_module)
+
+
+def _check_left(config: Config, script: str) -> None:
+    """Raise ConfigError for an option that is the script's to say."""
+    defaults: Any = options.parse([])
+    for section in _OF_A_TASK:
+        for field in dataclasses.fields(getattr(config, section)):
+            value = getattr(getattr(config, section), field.name)
+            if field.name not in _LEFT and value != getattr(getattr(defaults, section), field.name):
+                flag = catalogue_of(SECTIONS)[field.name].flags[0]
+                raise ConfigError(f"{flag} is the script's to say: leave it out, and say it in {script}")

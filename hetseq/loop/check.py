@@ -1,0 +1,155 @@
+"""Whether a loop is exact, found in the first step that a process sees, before that step counts.
+
+The body of an inner loop can be repeated, so the first micro-batch of the step is computed four times without being
+sent: whole, the same again, whole with other random numbers, and in halves. If the gradients of the halves do not add
+up to that of XX
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from hetseq.data.loader import MicroBatch
+from hetseq.errors import TaskError
+from hetseq.training.step_engine import Compute
+
+logger = logging.getLogger(__name__)
+
+_OTHER_SEED = 1
+_EPS = float(torch.finfo(torch.float32).eps)
+#: by how much two ways of adding up the same gradient may differ, as a share of its norm: in fp64, fp32, coarser ones
+_FINE, _SINGLE, _ROUGH = 1e-9, 1e-4, 5e-2
+
+
+class Pass(Protocol):
+    """What the check reads of a pass."""
+
+    def sums(self) -> tuple[float, ...]: ...
+
+
+class Check:
+    """The passes of one process over its first micro-batch."""
+
+    def __init__(self, question: Compute, modules: list[torch.nn.Module], *, has_late_count: bool, level: int) -> None:
+        self._question, self._modules, self._has_late_count = question, modules, has_late_count
+        self._level = level
+        self._replica = question.computer.replica
+        self._names = {id(parameter): name for name, parameter in self._replica.model.named_parameters()}
+        self._found: list[tuple[tuple[float, ...], dict[str, torch.Tensor]]] = []
+        self._closing = ExitStack()
+        self._is_stray = True
+
+    def stray(self, is_stray: bool) -> None:
+        """Say whether a gradient that arrives now is one of the script's own backward."""
+        self._is_stray = is_stray
+
+    def passes(self) -> Iterator[tuple[list[MicroBatch], int]]:
+        """The micro-batches of each pass, and what is added to their seed."""
+        whole, halves = self._cuts()
+        if not halves:
+            return
+        closing, reducer = self._closing, self._replica.reducer
+        with closing:
+            closing.enter_context(reducer.without_sending())
+            for module in self._modules:  # dropout off, and no batch norm learns from these passes
+                for part in module.modules():
+                    closing.callback(setattr, part, "training", part.training)
+                module.eval()
+            for parameter in self._replica.model.parameters():
+                if parameter.requires_grad:
+                    closing.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
+            yield whole, 0
+            yield whole, 0
+            yield whole, _OTHER_SEED
+            yield halves, 0
+        self._replica.buffers.restore_()
+
+    def see(self, one: Pass) -> None:
+        """Keep the sums and gradients of the pass that has ended."""
+        self._replica.reducer.finish()
+        gradients = {
+            self._names[id(parameter)]: parameter.grad.detach().to("cpu", torch.float64, copy=True)
+            for parameter in self._replica.model.parameters()
+            if parameter.requires_grad and parameter.grad is not None
+        }
+        self._found.append((one.sums(), gradients))
+
+    def judge(self) -> None:
+        """Raise TaskError if the loop is not exact; warn if that cannot be known."""
+        if not self._found:
+            return
+        (sums, whole), (_, again), (_, redrawn), (more, halves) = self._found
+        precision = self._question.computer.precision
+        limit = _FINE if precision.storage == torch.float64 else _SINGLE if precision.eps <= _EPS else _ROUGH
+        apart, name = _farthest(whole, again)
+        if apart > limit:
+            raise TaskError(
+                f"the first micro-batch, computed twice with the same random numbers: the gradients of {name} differ by"
+                f" {apart:.1e} of the norm: the loop keeps something from one micro-batch to the next, or draws from a"
+                " random generator of its own"
+            )
+        if _farthest(whole, redrawn)[0] > limit:
+            logger.log(
+                self._level,
+                "the loop draws random numbers beside dropout, so it is not checked whether its result depends on the"
+                " ranks: draw them from the batch, or with hetseq selftest's rules",
+            )
+            return
+        apart, name = _farthest(whole, halves)
+        if apart <= limit:
+            if sums[1:] != more[1:] and self._has_late_count:
+                raise TaskError(
+                    f"the first micro-batch counts {sums[1]:g} as a whole and {more[1]:g} in halves: count must be that"
+                    " of the batch at hand"
+                )
+            return
+        ratio = _ratio(whole, halves)
+        what = "the first micro-batch, computed whole and in halves: "
+        what += f"the gradient of {name or 'a term'} from the halves is {ratio:.4g} times that from the whole"
+        if abs(ratio - 2) < 0.2:
+            raise TaskError(f"{what}: step.backward got a mean; give it the sum, as of reduction='sum', and its count")
+        raise TaskError(
+            f"{what} (they differ by {apart:.1e} of its norm): the loss depends on how a step is cut. It compares the"
+            " samples of a micro-batch, or the loop keeps something from one micro-batch to the next"
+        )
+
+    def _cuts(self) -> tuple[list[MicroBatch], list[MicroBatch]]:
+        """The largest micro-batch whole and in halves; empty where it cannot be cut."""
+        question, sizes = self._question, self._question.computer.sizes
+        size = max((batch.size for batch in question.data.micro_batches), default=0)
+        if size < 2 or sizes.is_fixed:
+            return [], []
+        cuts = []
+        for samples in (size, -(-size // 2)):
+            cap = replace(sizes.cap, samples=samples, is_ramp=False)
+            data = question.fetch_again(question.data, cap)
+            cuts.append(data.micro_batches)
+        whole, halves = cuts[0][:1], [batch for batch in cuts[1] if batch.start < cuts[0][0].start + cuts[0][0].size]
+        return (whole, halves) if sum(batch.size for batch in halves) == whole[0].size else ([], [])
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if self._is_stray:
+            raise TaskError("loss.backward() was called: a loop calls step.backward(loss, count=...) in its place")
+
+
+def _farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest difference of two gradients of a parameter, as a share of the norm of all; and its name."""
+    norm = sum(float(gradient.square().sum()) for gradient in one.values()) ** 0.5
+    none = torch.zeros((), dtype=torch.float64)
+    found = {name: float((one.get(name, none) - other.get(name, none)).norm()) for name in {**one, **other}}
+    name = max(found, key=lambda key: found[key], default="")
+    if not name or not norm:
+        return (float(bool(name) and found[name] > 0), name)
+    return found[name] / norm, name
+
+
+def _ratio(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """By which factor the second gradient is longer, measured along the first."""
+    along = sum(float((gradient * other[name]).sum()) for name, gradient in one.items() if name in other)
+    return along / (sum(float(gradient.square().sum()) for gradient in one.values()) or float("nan"))
