@@ -1,0 +1,1 @@
+"""Scripts with a training loop of their own, which `hetseq run` and tests run."""
