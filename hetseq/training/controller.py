@@ -106,6 +106,10 @@ class Boundary(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait until nothing copies the state any more: it is about to change. Any rank, alone."""
+        ...
+
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Do the work due after a committed step; `ends_run`: it was the last. Collective. Raises PeerLostError."""
         ...
@@ -214,7 +218,7 @@ class Controller:
         clock.start()
         self._computer.loss_scale = self._scale
         self._set_deadline(plan)
-        rate = self._learning_rate(self.state.updates, plan.epoch) * self.task.learning_rate_factor
+        rate = self._rate(plan.epoch)
         with phase("count"):
             whereabouts.enter(Phase.DATA, plan.step)
             data = self.loader.take(plan)
@@ -287,7 +291,11 @@ class Controller:
         if config.max_epoch and state.position.epoch > config.max_epoch:
             return True
         begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
-        return begins_epoch and self._learning_rate(state.updates, state.position.epoch) <= config.min_lr
+        return begins_epoch and self._rate(state.position.epoch) <= config.min_lr
+
+    def _rate(self, epoch: int) -> float:
+        """The learning rate of the next update."""
+        return self._learning_rate(self.state.updates, epoch) * self.task.learning_rate_factor
 
     def patience_for(self, *, samples: int) -> AbstractContextManager[None]:
         """A longer deadline for work between steps on `samples` samples: ranks may be minutes apart, yet not lost."""
@@ -375,6 +383,7 @@ class Controller:
 
     def _skip(self, outcome: Outcome) -> None:
         state = self.state
+        self._boundary.settle()  # of an update the optimizer waits for it
         self.replica.buffers.restore_()
         if not self._is_overflow(outcome):
             state.skipped_in_a_row += 1
