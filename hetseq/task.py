@@ -175,13 +175,16 @@ class Task:
     def state_dict(self) -> dict[str, Any]:
         """The values that `after_step` derives: numbers, text, None, tensors, and lists and dicts of them, by name.
 
-        Each checkpoint holds them, and a rank that joins receives them.
+        Each checkpoint holds them, and a rank that joins receives them. It is called before the first step too.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave, at a resume and on a rank that joins; tensors are on the CPU."""
-        raise TaskFileError(f"{type(self).__name__} has a state_dict() but no load_state_dict(state)")
+        raise TaskError(
+            f"the checkpoint holds {', '.join(state)} of the task, and {type(self).__name__} has no"
+            " load_state_dict(state)"
+        )
 
     def export(self, model: torch.nn.Module, folder: Path) -> None:
         """Write the trained model into `folder`, an empty directory, in a format that other programs open.

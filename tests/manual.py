@@ -24,6 +24,7 @@ _GENERATED = "<!-- from the code by `make docs`; edit the `Command` in hetseq/ i
 #: command -> the page that shows its use
 _GUIDES = {
     "evaluate": ("Evaluating", "guides/running.md#evaluating"),
+    "run": ("A loop of your own", "start/own-loop.md"),
     "predict": ("Predictions", "guides/running.md#predictions"),
     "plan": ("Plan and simulate", "guides/plan.md"),
     "simulate": ("Plan and simulate", "guides/plan.md"),

@@ -10,18 +10,31 @@ from typing import Any
 
 from hetseq import config as options
 from hetseq.cluster.membership.assignment import ScriptJob
+from hetseq.config.command_line import Argument, Command
 from hetseq.config.fields import catalogue_of
 from hetseq.config.sections import SECTIONS, Config
 from hetseq.errors import ConfigError
 from hetseq.system.processes import interrupting_on_signals
 
-_USAGE = "hetseq run [options] script.py [arguments of the script], or hetseq run [options] -m module [arguments]"
-_HELP = f"""usage: {_USAGE}
-
-Run a script with a loop over run.steps(...) on each device: hetseq.start() in it takes part in the run. The options are
-those of hetseq train about devices, nodes, shares, precision, checkpoints and logs; `hetseq train --help-all` lists
-them. What is trained is said in the script. Options come before the script, its own arguments behind it.
-"""
+COMMAND = Command(
+    "run",
+    "Run a script with a training loop of its own on all devices, and on several nodes.",
+    usage=("[options of hetseq train] SCRIPT.py [arguments]", "[options of hetseq train] -m MODULE [arguments]"),
+    words=(
+        Argument("SCRIPT.py", "a program whose loop is `for step in hetseq.start().steps(...)`; one process per device"),
+        Argument("-m MODULE", "the same as a module, by its dotted name"),
+        Argument("arguments", "the script's own, behind it"),
+    ),
+    examples=(
+        "hetseq run train.py --epochs 3",
+        "hetseq run --devices cuda:0,cpu --save-dir runs/mine train.py",
+        "hetseq run --join tcp://labA:29400 train.py",
+    ),
+    notes=(
+        "The options are those of hetseq train about devices, nodes, shares, precision, checkpoints and logs, and come"
+        " before the script; `hetseq train --help-all` lists them. The script says what is trained.",
+    ),
+)
 #: options of training that a script leaves to the command line
 _LEFT = {
     "seed", "precision", "max_skipped_steps", "noise_scale_every", "num_workers", "max_sentences", "global_batch_size",
@@ -54,8 +67,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, ScriptJob]:
     at = next((at for at, word in enumerate(argv) if word == "-m" or word.endswith(".py")), len(argv))
     if at == len(argv):
         if {"--help", "-h"} & set(argv):
-            raise options.HelpRequested(_HELP)
-        raise ConfigError(f"found no script in the words after hetseq run: expected {_USAGE}")
+            raise options.HelpRequested(COMMAND.help())
+        raise ConfigError("found no script in the words after hetseq run: expected hetseq run [options] SCRIPT.py")
     is_module = argv[at] == "-m"
     words = list(argv[at + is_module :])
     if not words:

@@ -129,7 +129,7 @@ def tell_ending(ending: Ending) -> None:
     with suppress(OSError):
         if ending.message and takes_text(sys.stderr, patience_s=_PATIENCE_S):
             tone = Tone.WARNING if ending.code == EXIT_STOPPED else Tone.ERROR
-            print(toned(f"hetseq: {ending.message}", tone, sys.stderr), file=sys.stderr)
+            sys.stderr.write(toned(f"hetseq: {ending.message}", tone, sys.stderr) + "\n")
 
 
 def _say(line: str) -> None:

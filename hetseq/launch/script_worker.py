@@ -202,7 +202,8 @@ def _alone(save_dir: str | None, precision: str | None) -> _Process:
 
 
 def _end(error: BaseException) -> NoReturn:
-    print(f"hetseq: {error}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"hetseq: {error}\n")
+    sys.stderr.flush()
     os._exit(EXIT_FAILED)
 
 

@@ -23,13 +23,11 @@ Count = Callable[[Any], Mapping[str, float]]
 class ScriptTask(Task):
     """The parts of a script that training, checkpoints and other ranks need. Its loss is computed by the script."""
 
-    def __init__(
-        self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None, weights: Mapping[str, float]
-    ) -> None:
+    def __init__(self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None) -> None:
         # no arguments: a script has its own
         self.owned, self.collater, self._count = owned, collate, count
-        own = weights if count is not None else {"loss": 1.0, "count": 0.0}
-        self.__dict__["term_weights"] = dict(own)  # of this script, not of its class
+        if count is None:
+            self.__dict__["term_weights"] = {"loss": 1.0, "count": 0.0}  # of this script, not of its class
         self.has_left = False  # the script has left its loop
 
     @property
@@ -93,8 +91,6 @@ def material_of(
         raise TaskError("run.steps got data without a sample")
     is_late = not task.counts_ahead
     terms = LATE_TERMS if is_late else tuple(counts_of(task, task.collater([dataset[0]]), 1))
-    if unknown := sorted(set(task.term_weights) - set(terms)):
-        raise TaskError(f"weights of run.steps names {unknown}, but count gives {sorted(terms)}")
     return ScriptMaterial(
         task, dataset, {}, task.owned.model(), terms, place_on(device, precision.storage), seed, device, precision,
         own_loop=OwnLoop(is_late, deadline_s),

@@ -37,7 +37,7 @@ class Step:
     """One step of the global batch. `for batch in step` gives this rank's micro-batches; then the step is applied.
 
     `number` counts from 1, `size` is in samples, `shares` are the samples of each rank, `tries` says how often the body
-    was asked for this step. After the inner loop: `loss`, in nats, is the weighted sum over all terms of sum / count
+    was asked for this step. After the inner loop: `loss`, in nats, is the sum over all terms of sum / count
     over the global batch, before the update; `terms` are its parts by name; `grad_norm` is the L2 norm before clipping.
     `applied` is False, and these are None, if the gradient was not finite and the step was skipped.
     """

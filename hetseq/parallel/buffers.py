@@ -109,10 +109,12 @@ class BufferKeeper:
         They are not part of a forward, so they are neither averaged nor undone when a step is skipped.
         """
         earlier = [(id(buffer), buffer._version) for buffer in self._live()]
-        yield
-        for before, was, buffer in zip(self._before, earlier, self._live()):
-            if was != (id(buffer), buffer._version):
-                before.copy_(buffer.detach())
+        try:
+            yield
+        finally:  # a lost peer does not undo them
+            for before, was, buffer in zip(self._before, earlier, self._live()):
+                if was != (id(buffer), buffer._version):
+                    before.copy_(buffer.detach())
 
     def _now(self) -> list[torch.Tensor]:
         """The buffers with their present values. Raises TaskError for one that a checkpoint cannot be loaded into."""

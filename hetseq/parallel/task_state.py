@@ -17,6 +17,7 @@ from torch import Tensor
 from hetseq.errors import CheckpointMismatch, TaskError
 
 _TENSOR = "$tensor"  # stands for a tensor in the record
+_DEEPEST = 64
 
 
 class KeepsState(Protocol):
@@ -62,19 +63,35 @@ class TaskState:
 def _split(value: Any, name: str, tensors: dict[str, Tensor], task: str) -> Any:
     """`value` as JSON, with its tensors put into `tensors` under names that begin with `name`."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise TaskError(
+                f"{task}.state_dict gave a tensor of layout {value.layout} at {_shown(name)}: expected a dense one"
+            )
+        if name in tensors:
+            raise TaskError(f"{task}.state_dict gave two tensors that are called {_shown(name)}: name one otherwise")
         tensors[name] = value.detach()
         return {_TENSOR: name}
+    if name.count(".") > _DEEPEST:
+        raise TaskError(f"{task}.state_dict is more than {_DEEPEST} levels deep at {_shown(name)[:60]}...")
     if isinstance(value, Mapping) and all(type(key) is str and key != _TENSOR for key in value):
         return {key: _split(item, f"{name}.{key}", tensors, task) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_split(item, f"{name}.{place}", tensors, task) for place, item in enumerate(value)]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    kind = "a mapping with keys that are no text" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-    place = name.removeprefix("task").lstrip(".") or "its top"
-    raise TaskError(
-        f"{task}.state_dict gave {kind} at {place}: expected numbers, text, None, tensors, and lists and dicts of them"
+    kind = (
+        f"a mapping whose keys are not all text, or {_TENSOR}"
+        if isinstance(value, Mapping)
+        else f"a {type(value).__name__}"
     )
+    raise TaskError(
+        f"{task}.state_dict gave {kind} at {_shown(name)}: expected numbers, text, None, tensors, and lists and dicts"
+        " of them"
+    )
+
+
+def _shown(name: str) -> str:
+    return name.removeprefix("task").lstrip(".") or "its top"
 
 
 def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:

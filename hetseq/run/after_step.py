@@ -142,6 +142,10 @@ class AfterStep:
         """The fields about saving in this rank's row of the step being committed."""
         return self._saver.status(state.position.step)
 
+    def settle(self) -> None:
+        """Wait until no part of the state is being copied. Any rank, alone."""
+        self._saver.settle()
+
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
         outcome, due = result.outcome, self.due(controller, result)
@@ -203,7 +207,8 @@ class AfterStep:
             # a run that is extended later gets the best checkpoint of a run that never ended here
             is_best, figures = self._validate(controller, due.epoch, counts=is_due)
         if self._hooks.is_used:
-            self._hooks.call(controller, due, figures)
+            # a validation that only the end of this start asks for is none of a run that went through
+            self._hooks.call(controller, due, figures if is_due else {})
             if state.ended_by_task and not ends_run:
                 ends_run = True
                 if self._validators and not figures:

@@ -399,8 +399,13 @@ def _check_fit(replica: Replica, loaded: Loaded, resets: Sequence[str]) -> None:
 
 
 def _resets_done(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> dict[str, int]:
-    """The --reset-* options of this command that this run has done already, each with its step."""
-    done = loaded.state["resets"] if is_own else {}
+    """The --reset-* options of this command that this run has done already, each with its step.
+
+    A run that its task has ended since then is meant to continue: its meters are reset again.
+    """
+    done = dict(loaded.state["resets"]) if is_own else {}
+    if loaded.state.get("ended_by_task"):
+        done.pop("meters", None)
     return {
         name: done[name]
         for name in RESETS

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from hetseq.comm.group import Group, Rows, RowTransport
-from hetseq.errors import DisagreementError, TaskError
+from hetseq.errors import DisagreementError, TaskError, TaskFileError
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.regroup import PendingWork
 from hetseq.task import Task, TrainedStep, is_overridden
@@ -47,7 +48,7 @@ def meet(group: RowTransport, call: Call, step: int, values: tuple[int, int, int
         if (other, of_step) != (rows[0, 0], rows[0, 1]):
             raise DisagreementError(
                 f"rank 0 is {Call(rows[0, 0]).words} after step {rows[0, 1]}, rank {rank} {Call(other).words} after"
-                f" step {of_step}: the script took different ways on them; let it decide by numbers that are equal on all"
+                f" step {of_step}: the script took different ways; let it decide by numbers that are equal on all"
                 " ranks, such as step.loss, not by its rank"
             )
     return rows[:, 2:]
@@ -59,6 +60,12 @@ class TaskHooks:
     def __init__(self, task: Task, state: TaskState) -> None:
         self._task, self._state = task, state
         self.is_used = is_overridden(task, "after_step")
+        if is_overridden(task, "state_dict"):
+            if not is_overridden(task, "load_state_dict"):
+                raise TaskFileError(
+                    f"{type(task).__name__} has a state_dict() but no load_state_dict(state): write both"
+                )
+            state.content()  # what no checkpoint can hold is found before the first step
 
     def call(self, controller: Controller, due: PendingWork, figures: Figures) -> None:
         """Let the task see the step of `due` if it has not yet, and agree on whether the run ends with it. Collective.
@@ -78,7 +85,11 @@ class TaskHooks:
             number=due.step, epoch=due.epoch, ends_epoch=due.ends_epoch, loss=row["loss"], terms=row["terms"],
             grad_norm=row["grad_norm"], lr=row["lr"], valid=figures, model=replica.model, optimizer=replica.optimizer,
         )  # fmt: skip
-        answer = self._task.after_step(step)
+        training = [(module, module.training) for module in replica.model.modules()]
+        with replica.buffers.changing_alike(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            answer = self._task.after_step(step)
+        for module, was_training in training:  # as a hook that evaluates may leave it
+            module.training = was_training
         if answer is not None and type(answer) is not bool:
             raise TaskError(
                 f"{type(self._task).__name__}.after_step returned {answer!r}: expected True to end the run, else None"
@@ -114,7 +125,7 @@ class TaskHooks:
         rows = group.all_gather_rows(np.frombuffer(text, np.int64))  # (world_size, words)
         first, other = (_flat(rows[number].tobytes()) for number in (0, rank))
         for key in [*first, *other]:
-            if first.get(key) != other.get(key):
+            if json.dumps(first.get(key)) != json.dumps(other.get(key)):  # as text, since NaN differs from itself
                 return f"{key} is {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}"
         return f"rank {rank} holds other values than rank 0"
 

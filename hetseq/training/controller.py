@@ -106,6 +106,10 @@ class Boundary(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait until nothing copies the state any more: it is about to change. Any rank, alone."""
+        ...
+
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Do the work due after a committed step; `ends_run`: it was the last. Collective. Raises PeerLostError."""
         ...
@@ -236,7 +240,8 @@ class Controller:
         if is_to_blame:
             yield from self._explain_skip(plan, data, counts)
         self.is_settling = True
-        yield from ended(Settled(result))
+        with self.replica.buffers.changing_alike():
+            yield from ended(Settled(result))
         self.is_settling = False
         patience_s = _FIRST_DEADLINE_S + self._context.driver_deadline_s + self.replica.state_bytes() / _SLOWEST_DISK
         with phase("checkpoint"), self._patience(patience_s):
@@ -295,7 +300,7 @@ class Controller:
         if self._learning_rate is None:
             return False
         begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
-        return begins_epoch and self._learning_rate(state.updates, state.position.epoch) <= config.min_lr
+        return begins_epoch and self._rate(state.position.epoch) <= config.min_lr
 
     def _rate(self, epoch: int) -> float:
         """The learning rate of the next update; that of the first group if the driver sets it."""
@@ -390,6 +395,7 @@ class Controller:
 
     def _skip(self, outcome: Outcome) -> None:
         state = self.state
+        self._boundary.settle()  # of an update the optimizer waits for it
         self.replica.buffers.restore_()
         if not self._is_overflow(outcome):
             state.skipped_in_a_row += 1

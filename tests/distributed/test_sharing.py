@@ -133,7 +133,7 @@ def events(place: str) -> list[tuple[str, int]]:
     return [(row["event"], row["step"]) for row in read_events(RunDirectory(Path(place)).events)]
 
 
-THREE, EIGHT = words("--max-update 3 --balance equal"), words("--max-update 8 --balance equal")
+THREE, EIGHT = (words(f"--max-update {steps} --balance equal --keep-last-epochs -1") for steps in (3, 8))
 
 
 @pytest.fixture(scope="module")

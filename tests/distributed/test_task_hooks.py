@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from hetseq import TrainedStep
 from hetseq.comm.group import Group
@@ -31,6 +34,9 @@ class Watching(Line):
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": len(self.seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("nothing is resumed here")
 
 
 class Deciding(Watching):
@@ -74,9 +80,74 @@ class Stopping(Watching):
         return bool(step.valid) and step.valid["train"]["loss"] > 0
 
 
-def a_life(group: Group, save_dir: str, task_class: type[Watching]) -> Life:
+class Seen(nn.Module):
+    """A line, and a buffer that the hook changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 1)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.line(x)
+        return result
+
+
+class Counting(Watching):
+    """Counts steps in a buffer of the model, though the gradient of every third step is not finite."""
+
+    def build_model(self) -> Any:
+        super().build_model()
+        return Seen()
+
+    def loss(self, model: Any, sample: Any) -> dict[str, torch.Tensor]:
+        factor = float("nan") if len(self.seen) % 3 == 2 and model.training else 1.0
+        return {term: value * factor for term, value in super().loss(model, sample).items()}
+
+    def after_step(self, step: TrainedStep) -> Any:
+        super().after_step(step)
+        step.model.get_buffer("steps").add_(1)
+
+
+class Evaluating(Watching):
+    """A hook that leaves model and autograd as an evaluation needs them."""
+
+    def loss(self, model: Any, sample: Any) -> dict[str, torch.Tensor]:
+        if self.seen:  # not in the trial before the first step
+            assert model.training == torch.is_grad_enabled(), "training keeps its modes"
+        return super().loss(model, sample)
+
+    def after_step(self, step: TrainedStep) -> Any:
+        super().after_step(step)
+        step.model.eval()
+        torch.set_grad_enabled(False)
+
+
+class Ending(Watching):
+    """Keeps what validations it has seen."""
+
+    def after_step(self, step: TrainedStep) -> Any:
+        assert not step.valid, "no validation is due"
+        super().after_step(step)
+
+
+class Cooling(Watching):
+    """Halves the learning rate after each step."""
+
+    def after_step(self, step: TrainedStep) -> Any:
+        self.learning_rate_factor /= 2
+
+
+class Forgetful(Line):
+    """Cannot take back what it gives."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 1}
+
+
+def a_life(group: Group, save_dir: str, task_class: type[Line], arguments: list[str] | None = None) -> Life:
     Watching.rank = group.rank
-    return live(group, save_dir, WORDS, task_class)
+    return live(group, save_dir, arguments or WORDS, task_class)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +172,37 @@ def test_a_task_ends_the_run_after_the_same_step_on_every_rank(tmp_path: Path) -
         assert life.error is None
         assert len(life.losses) == 4
         assert len(life.valid) == 1, "validated once, though the run ends there"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_buffer_that_the_hook_changes_keeps_it_through_skipped_steps(ranks: int, tmp_path: Path) -> None:
+    for life in run_ranks(a_life, ranks, prepared(tmp_path), Counting):
+        assert life.error is None
+        assert life.losses.count(None) == 2, "skipped"
+        # seen before the hook of the last step
+        assert [float(buffers["steps"]) for buffers in life.buffers] == list(range(1, 9))
+
+
+def test_a_hook_that_evaluates_leaves_training_as_it_was(tmp_path: Path) -> None:
+    for life in run_ranks(a_life, 2, prepared(tmp_path), Evaluating):
+        assert life.error is None
+        assert len(life.losses) == 8
+
+
+def test_the_validation_at_the_end_of_a_start_is_none_of_a_run_that_goes_through(tmp_path: Path) -> None:
+    arguments = words("--balance equal --max-update 3", validate=True)
+    (life,) = run_ranks(a_life, 1, prepared(tmp_path), Ending, arguments)
+    assert life.error is None
+    assert len(life.valid) == 1
+
+
+def test_a_learning_rate_that_the_hook_lowers_ends_the_run_at_min_lr(tmp_path: Path) -> None:
+    arguments = words("--balance equal --max-epoch 9 --min-lr 0.02")
+    (life,) = run_ranks(a_life, 1, prepared(tmp_path), Cooling, arguments)
+    assert len(life.losses) == 4, "one epoch"
+
+
+def test_a_state_that_cannot_be_taken_back_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (life,) = run_ranks(a_life, 1, prepared(tmp_path), Forgetful)
+    assert life.losses == []
+    assert str(life.error) == "Forgetful has a state_dict() but no load_state_dict(state): write both"

@@ -431,7 +431,7 @@ def test_the_published_mnist_commands_of_two_nodes_run(nodes: Nodes, pair: tuple
 
 def two_nodes_of_bert() -> list[tuple[str, str]]:
     """The published pairs of BERT: first node, second node."""
-    found = [line for line in published() if "--task bert" in line and "--ranks 4" in line]
+    found = [line for line in published() if "--task bert" in line and "--distributed-gpus 4" in line]
     return [pair for pair in pairwise(found) if "--distributed-rank 0" in pair[0] and " 4" in pair[1][-2:]]
 
 

@@ -248,8 +248,7 @@ RIGHT = {
                                                        "y[i:i+1], reduction='sum') for i in range(len(y))))"}, 4),
     "left on all ranks": ({"body": GOOD, "after": "if step.number == 3: break"}, 3),
     "stopped by one": ({"body": GOOD, "after": "if step.number == 3 and run.rank == 1: run.stop()"}, 3),
-    "counts of several terms": ({"more": ", count=lambda b: {'a': len(b[1]), 'b': (b[1] > 0).sum()}, "
-                                         "weights={'b': 0.1}",
+    "counts of several terms": ({"more": ", count=lambda b: {'a': len(b[1]), 'b': (b[1] > 0).sum()}",
                                  "body": "out = model(x); step.backward({'a': F.cross_entropy(out, y, "
                                          "reduction='sum'), 'b': (out.square().sum(1) * (y > 0)).sum()})"}, 4),
     "a value of the first rank": ({"body": GOOD, "after": "assert run.only_first(lambda: [step.size]) == [24]"}, 4),

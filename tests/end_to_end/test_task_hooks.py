@@ -104,3 +104,9 @@ def test_a_run_that_is_stopped_goes_on_with_the_state_of_its_task_and_ends_once(
         finished = run_trial([*words, "--distributed-world-size", 2], tmp_path / "run")
         assert (finished.code, told in finished.err) == (code, True), finished.err
     check(tmp_path / "run", alone)
+    ends = [195]
+    for _ in range(2):
+        finished = run_trial([*words, "--reset-meters"], tmp_path / "run")
+        assert finished.code == 0, finished.err
+        ends.append(max(curve(tmp_path / "run")))
+    assert ends[0] < ends[1] < ends[2] < 1000, "it continues each time, and ends by itself"

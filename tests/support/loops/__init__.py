@@ -1,1 +1,0 @@
-"""Scripts with a training loop of their own, which `hetseq run` and tests run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -56,13 +57,31 @@ def test_tensors_enter_a_digest_by_their_names_alone() -> None:
 @pytest.mark.parametrize(
     ("kept", "told"),
     [
-        ({1: 2}, "a mapping with keys that are no text at kept"),
+        ({1: 2}, r"a mapping whose keys are not all text, or \$tensor at kept"),
+        ({"$tensor": 1}, r"a mapping whose keys are not all text, or \$tensor at kept"),
         ([3, {4}], "a set at kept.1"),
         (torch.nn.Linear(1, 1), "a Linear at kept"),
     ],
 )
 def test_a_value_that_no_checkpoint_can_hold_is_refused_by_its_place(kept: Any, told: str) -> None:
     with pytest.raises(TaskError, match=f"Averaging.state_dict gave {told}: expected numbers"):
+        TaskState(Averaging(kept)).content()
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (
+            {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+            r"two tensors that are called kept\.a\.b: name one otherwise",
+        ),
+        (torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo at kept: expected a dense one"),
+        (functools.reduce(lambda inner, _: [inner], range(100), 1), "more than 64 levels deep"),
+    ],
+    ids=["one name twice", "sparse", "deep"],
+)
+def test_a_state_that_would_not_come_back_is_refused(kept: Any, told: str) -> None:
+    with pytest.raises(TaskError, match=told):
         TaskState(Averaging(kept)).content()
 
 
