@@ -9,7 +9,7 @@ from hetseq import Task
 
 
 class Averaged(Task):
-    """Points inside and outside a circle. Halves the learning rate at a plateau, and stops after three of them."""
+    """Points inside and outside a circle. Halves the learning rate at a plateau, and stops at the third one."""
 
     patience, decay = 2, 0.9
 
@@ -19,7 +19,7 @@ class Averaged(Task):
         return TensorDataset(points, (points.norm(dim=1) < 0.8).long())
 
     def build_model(self):
-        self.average, self.best, self.bad_epochs = {}, float("inf"), 0
+        self.average, self.best, self.bad_epochs, self.plateaus = {}, float("inf"), 0, 0
         return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
 
     def loss(self, model, sample):
@@ -31,14 +31,18 @@ class Averaged(Task):
         if "valid" not in step.valid:  # no validation after this step
             return None
         loss = step.valid["valid"]["loss"]
-        self.bad_epochs = 0 if loss < 0.98 * self.best else self.bad_epochs + 1
-        self.best = min(self.best, loss)
-        if self.bad_epochs and self.bad_epochs % self.patience == 0:
+        if loss < 0.98 * self.best:
+            self.best, self.bad_epochs = loss, 0
+        else:
+            self.bad_epochs += 1
+        if self.bad_epochs == self.patience:  # a plateau
+            self.plateaus, self.bad_epochs = self.plateaus + 1, 0
             self.learning_rate_factor *= 0.5
-        return self.bad_epochs > 3 * self.patience
+        return self.plateaus == 3
 
     def state_dict(self):
-        return {"average": self.average, "best": self.best, "bad_epochs": self.bad_epochs}
+        names = ("average", "best", "bad_epochs", "plateaus")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state):
-        self.average, self.best, self.bad_epochs = state["average"], state["best"], state["bad_epochs"]
+        vars(self).update(state)

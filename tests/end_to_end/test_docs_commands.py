@@ -90,7 +90,7 @@ def test_the_commands_of_a_page_succeed(page: Path, reader: Reader) -> None:
         if not needs_data(command):
             reader.types(command, is_cold=page == ROOT / "README.md" and number == 0)
     if page.name == "own-model.md":
-        assert accuracy(reader.checkout / "runs" / "spirals") > 0.95
+        assert accuracy(reader.checkout / "runs" / "own-model") > 0.95
 
 
 def accuracy(run: Path) -> float:

@@ -78,7 +78,7 @@ def test_the_quickstart_needs_a_wheel_and_no_checkout(newcomer: Newcomer) -> Non
     ]
     assert len(typed) == 6
     newcomer.types(*typed, folder="first")
-    assert sorted(run.name for run in (here / "runs").iterdir()) == ["again", "digits-yaml", "first", "shared"]
+    assert sorted(run.name for run in (here / "runs").iterdir()) == ["again", "digits-yaml", "first", "unequal-workers"]
 
 
 @pytest.mark.timeout(400)

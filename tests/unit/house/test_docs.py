@@ -9,11 +9,13 @@ import ast
 import dataclasses
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,41 @@ def test_a_training_that_is_not_understood_is_seen() -> None:
     (words,) = trainings("```bash\nhetseq train --batch-siez 3 --join file://$PWD/here &\nwait\n```")
     with pytest.raises(ConfigError, match="did you mean --batch-size"):
         parse(words)
+
+
+#: flags that name what a command makes
+MADE_BY = ("--save-dir", "--to", "--output")
+
+
+def made_twice(pages: Mapping[str, str]) -> list[str]:
+    """What the commands of two pages make under one name. The same trainings may: the second finds nothing to do."""
+    makers: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for page, text in pages.items():
+        for block in blocks(text):
+            for command in runs_of(block) if block.language in SHELLS else []:
+                words = [*takewhile("--".__ne__, shlex.split(command.rstrip().removesuffix("&")))]
+                for of, name in pairwise(words):
+                    if of in MADE_BY:
+                        makers.setdefault((of, name), {}).setdefault(page, []).append(shlex.join(words))
+    return [
+        f"{name}: {', '.join(by)}"
+        for (of, name), by in makers.items()
+        if len(by) > 1 and (of != "--save-dir" or len({tuple(commands) for commands in by.values()}) > 1)
+    ]
+
+
+def test_a_reader_of_several_pages_is_not_refused_as_two_of_them_make_the_same_directory() -> None:
+    assert made_twice({name_of(page): page.read_text(encoding="utf-8") for page in pages()}) == []
+
+
+def test_two_pages_that_make_the_same_directory_are_seen() -> None:
+    one = "```console\n$ hetseq train --cpu --save-dir runs/a\n$ hetseq train --save-dir runs/a\n```"
+    assert made_twice({"one.md": one, "other.md": one.replace("runs/a", "runs/b")}) == []
+    assert made_twice({"one.md": one, "other.md": one}) == []
+    assert made_twice({"one.md": one, "other.md": one.replace("--cpu", "--seed 2")}) == ["runs/a: one.md, other.md"]
+    export = "```bash\nhetseq checkpoints export runs/a --to digits\n```"
+    assert made_twice({"one.md": export, "other.md": export}) == ["digits: one.md, other.md"]
+    assert made_twice({"one.md": export, "other.md": export.replace("bash", 'bash title="on labA"')}) == []
 
 
 def test_a_command_that_is_neither_is_seen() -> None:
@@ -288,6 +325,14 @@ def test_readme_shows_its_task_as_it_is() -> None:
     code = (ROOT / "docs" / "examples" / "circle.py").read_text(encoding="utf-8")
     assert code.endswith("\n".join(block.lines) + "\n")
     assert len([line for line in block.lines if line.strip()]) <= 15
+
+
+@pytest.mark.parametrize("file", ["docs/examples/circle.py", "docs/examples/early_stopping.py", SPIRALS, DISCS])
+def test_an_example_does_not_validate_on_its_training_samples(file: str | Path) -> None:
+    made = runpy.run_path(str(ROOT / file)).values()
+    (task,) = (one for one in made if isinstance(one, type) and issubclass(one, hetseq.Task) and one != hetseq.Task)
+    train, valid = (task.__new__(task).load_dataset(split) for split in ("train", "valid"))
+    assert str(train[0]) != str(valid[0])
 
 
 def test_each_example_has_its_command_in_its_file_and_on_their_page() -> None:
