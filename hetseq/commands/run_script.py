@@ -21,7 +21,7 @@ COMMAND = Command(
     "Run a script with a training loop of its own on all devices, and on several nodes.",
     usage=("[options of hetseq train] SCRIPT.py [arguments]", "[options of hetseq train] -m MODULE [arguments]"),
     words=(
-        Argument("SCRIPT.py", "a program whose loop is `for step in hetseq.start().steps(...)`; one process per device"),
+        Argument("SCRIPT.py", "a program with a loop over `run.steps(...)`, started once for each device"),
         Argument("-m MODULE", "the same as a module, by its dotted name"),
         Argument("arguments", "the script's own, behind it"),
     ),
