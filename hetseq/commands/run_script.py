@@ -22,7 +22,7 @@ COMMAND = Command(
     usage=("[options of hetseq train] SCRIPT.py [arguments]", "[options of hetseq train] -m MODULE [arguments]"),
     words=(
         Argument("SCRIPT.py", "a program with a loop over `run.steps(...)`, started once for each device"),
-        Argument("-m MODULE", "the same as a module, by its dotted name"),
+        Argument("MODULE", "the same behind -m, by the dotted name of a module"),
         Argument("arguments", "the script's own, behind it"),
     ),
     examples=(

@@ -80,7 +80,7 @@ def test_a_script_that_owns_other_objects_than_the_run_was_saved_with_is_refused
     model, optimizer = trained()
     state = owned(model=model, optimizer=optimizer, keeper=Keeper(1)).state_dict()
     with pytest.raises(
-        TaskError, match="saved with keeper beside model and optimizer, and the script gives run.own noth"
+        TaskError, match=r"saved with keeper beside model and optimizer, and the script gives run.own noth"
     ):
         owned(model=model, optimizer=optimizer).load_state_dict(state)
 
@@ -89,28 +89,30 @@ def test_a_script_that_owns_other_objects_than_the_run_was_saved_with_is_refused
     ("things", "told"),
     [
         ([Keeper(), Keeper()], r"two objects are called keeper: name them, as in run.own\(keeper_a=..., ...\)"),
-        ([3], "run.own got a int: expected a module, an optimizer, or an object with state_dict and load_state_dict"),
+        ([3], r"run.own got a int: expected a module, an optimizer, or an object with state_dict and load_state_dict"),
     ],
 )
 def test_objects_that_cannot_be_told_apart_or_kept_are_refused(things: list[Any], told: str) -> None:
     own = Owned(CPU, torch.float32)
+    *first, last = things
+    for thing in first:
+        own.add(None, thing)
     with pytest.raises(TaskError, match=told):
-        for thing in things:
-            own.add(None, thing)
+        own.add(None, last)
 
 
 def test_a_loop_without_what_it_trains_is_refused() -> None:
     model, optimizer = trained()
     with pytest.raises(TaskError, match=r"run.steps comes before run.own\(model, optimizer\): nothing would be"):
         owned().model()
-    with pytest.raises(TaskError, match="run.own got no optimizer: expected one"):
+    with pytest.raises(TaskError, match=r"run.own got no optimizer: expected one"):
         owned(model=model).optimizer()
-    with pytest.raises(TaskError, match="run.own got 2 optimizers: expected one"):
+    with pytest.raises(TaskError, match=r"run.own got 2 optimizers: expected one"):
         owned(model=model, one=optimizer, two=trained()[1]).optimizer()
     with pytest.raises(TaskError, match="weight, bias of the model require a gradient and are in no optimizer"):
         owned(model=model, optimizer=trained()[1]).optimizer()
+    more = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(TaskError, match="the optimizer has parameters of no module"):
-        more = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
         owned(model=model, optimizer=more).optimizer()
 
 
