@@ -86,6 +86,6 @@ def test_the_result_of_another_call_is_not_taken() -> None:
     results.begin(1)
     results._results.append([int(Call.ONLY_FIRST), 3])
     with pytest.raises(
-        DisagreementError, match="this rank is in run.evaluate after step 1, another was in run.only_first"
+        DisagreementError, match=r"this rank is in run.evaluate after step 1, another was in run.only_first"
     ):
         results.next(Call.EVALUATE, lambda: 1, lambda _: None)
