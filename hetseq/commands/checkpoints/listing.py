@@ -172,10 +172,9 @@ def _facts(inspected: Inspected) -> dict[str, Any]:
     }
 
 
-def show_text(inspected: Inspected, passed_over: Sequence[str], *, every_tensor: bool) -> Iterator[str]:
-    """One checkpoint as text, after the newer ones that were skipped."""
+def show_text(inspected: Inspected, *, every_tensor: bool) -> Iterator[str]:
+    """One checkpoint as text."""
     commit, state = inspected.commit, inspected.state
-    yield from passed_over
     yield str(commit.path)
     yield ""
     rows: list[Cells] = [("step", str(commit.identity.step))]

@@ -329,7 +329,8 @@ def test_the_step_that_is_named_is_the_step_that_is_shown(run: Path) -> None:
 def test_a_bad_latest_is_passed_over_aloud_and_a_bad_named_one_is_refused(run: Path) -> None:
     (folder(run, 4) / "state.json").unlink()
     first, *_ = ask("show", run)
-    assert first.startswith(f"checkpoint {folder(run, 4)} cannot be used: state.json")
+    assert first.startswith("step 4 is damaged (state.json: ")
+    assert first.endswith("): step 3 is used instead")
     record = asked_json("show", run)
     assert (record["step"], len(record["passed_over"])) == (3, 1)
     with pytest.raises(CheckpointRefused, match=r"state\.json"):
