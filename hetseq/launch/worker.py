@@ -66,6 +66,7 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.device_memory import is_exhausted, where_exhausted
 from hetseq.system.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.system.rank_phase import Cell, Phase
+from hetseq.system.started_by import DEMO, started_by
 from hetseq.system.task_failure import FAILED, summary, trace_of
 from hetseq.training.controller import Halt
 from hetseq.training.replica_check import ReplicasDiffer
@@ -321,7 +322,8 @@ class _Life:
             self._metrics.close()
             best = self._metrics.best()
             for line in closing_lines(
-                self._config, controller.state, step=session.last_step, start_s=start_s, best=best
+                self._config, controller.state, step=session.last_step, start_s=start_s, best=best,
+                is_demo=started_by() == DEMO,
             ):  # fmt: skip
                 logger.info(line)
 
