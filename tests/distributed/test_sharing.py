@@ -345,7 +345,7 @@ def test_a_damaged_checkpoint_is_made_good_for_by_the_other_directory(
     places = copied(three[1], tmp_path)
     damage(places[0])
     lives = run_ranks(live, 2, places, APART, THREE)  # nothing left to do
-    assert any("WARNING" in line and "is damaged" in line for line in lives[0].lines)
+    assert any("WARNING" in line and "cannot be used" in line for line in lives[0].lines)
     damaged, copy = attempts(places[0])  # not overwritten: its copy has another name
     assert damaged.partition(".")[0] == copy.partition(".")[0]
     again = run_ranks(live, 2, places, APART, EIGHT)
