@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hetseq.checkpoint.records import Commit, Identity, TooNewError
     from hetseq.checkpoint.recovery import remove_all
     from hetseq.checkpoint.retention import Retention
-    from hetseq.checkpoint.selection import choose
+    from hetseq.checkpoint.selection import Skipped, choose, used_instead
     from hetseq.checkpoint.sync_save import SaveResult
     from hetseq.checkpoint.verification import Inspected, inspect, verify
 
@@ -37,6 +37,7 @@ _HOMES = {
     "Retention": "retention",
     "SaveResult": "sync_save",
     "Scan": "directory",
+    "Skipped": "selection",
     "TooNewError": "records",
     "attempts": "directory",
     "choose": "selection",
@@ -46,6 +47,7 @@ _HOMES = {
     "remove_all": "recovery",
     "scan": "directory",
     "step_of": "directory",
+    "used_instead": "selection",
     "verify": "verification",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "Retention",
     "SaveResult",
     "Scan",
+    "Skipped",
     "TooNewError",
     "attempts",
     "choose",
@@ -68,6 +71,7 @@ __all__ = [
     "remove_all",
     "scan",
     "step_of",
+    "used_instead",
     "verify",
 ]
 

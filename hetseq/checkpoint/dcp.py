@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from hetseq.checkpoint.records import DamagedError
-from hetseq.checkpoint.selection import choose
+from hetseq.checkpoint.selection import Skipped, choose, describe, used_instead
 from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import CheckpointError, CheckpointRefused
 
@@ -189,18 +189,20 @@ def _newest(path: Path) -> Spans:
         choice = choose(os.path.abspath(path), path)  # never a bare word: `latest` would be a run, not a folder
     except OSError as error:
         raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from None
-    skipped = []
-    for sentence in choice.skipped:
-        logger.warning("%s", sentence)
+    skipped = list(choice.skipped)
     for commit in choice.commits:
         try:
-            return Spans(commit)
+            opened = Spans(commit)
         except DamagedError as error:
             if choice.is_explicit:
                 raise
-            logger.warning("%s", error)
-            skipped.append(str(error))
-    raise CheckpointRefused(f"no checkpoint in {path} can be used: {'; '.join([*choice.skipped, *skipped])}")
+            reason = str(error).removeprefix(describe(commit.path, ""))
+            skipped.append(Skipped.of(commit.path, reason))
+            continue
+        if skipped:
+            logger.warning("%s", used_instead(skipped, f"step {commit.identity.step}"))
+        return opened
+    raise CheckpointRefused(f"no checkpoint in {path} can be used: {'; '.join(one.sentence for one in skipped)}")
 
 
 def _span(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:

@@ -27,7 +27,17 @@ from hetseq.checkpoint.memory_recovery import LeftState, believed, choose_state,
 from hetseq.checkpoint.part_io import allocate, can_be_filled, read_part
 from hetseq.checkpoint.rank_messages import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.records import Attempt, DamagedError, Identity, TooNewError
-from hetseq.checkpoint.selection import IN_MEMORY, NOWHERE, Choice, choose, describe, locate, none_verifies
+from hetseq.checkpoint.selection import (
+    IN_MEMORY,
+    NOWHERE,
+    Choice,
+    Skipped,
+    choose,
+    describe,
+    locate,
+    none_verifies,
+    used_instead,
+)
 from hetseq.checkpoint.verification import Inspected, inspect, patiently, reason_of, verify
 from hetseq.errors import CheckpointError, CheckpointRefused
 
@@ -79,7 +89,7 @@ class Load:
         self._believed: list[LeftState] = []  # on rank zero
         self._left = list(left) if which == "latest" and remains is not None else []  # the same on all ranks
         self._into, self._fits = into, fits
-        self._skipped: list[str] = []
+        self._skipped: list[Skipped] = []
         self._choice: Choice | None = None
         self._refusal: CheckpointError | None = None
 
@@ -96,6 +106,8 @@ class Load:
                 return None
             loaded = self._read_together(proposal)
             if loaded is not None:
+                step = loaded.identity.step
+                self._warn(f"the state of step {step} in memory" if loaded.is_from_memory else f"step {step}")
                 return loaded
 
     def _choose(self) -> None:
@@ -107,19 +119,25 @@ class Load:
         except OSError as error:
             self._refusal = CheckpointRefused(f"{where}: {error}: make it readable, or {_REMEDY}")
         choice = self._choice
-        for sentence in choice.skipped if choice is not None else ():
-            self._skip(sentence)
-        self._believed = believed(self._left, choice.commits[0] if choice is not None and choice.commits else None)
+        self._skipped += choice.skipped if choice is not None else ()
+        newest = choice.commits[0] if choice is not None and choice.commits else None
+        self._believed = believed(self._left, newest)
+        if newest is None:
+            return
+        known = max([newest.order[:2], *(state.order for state in self._believed)])
         for state in self._left:
-            if state not in self._believed:
-                self._skip(f"the state of step {state.order[0]} in memory does not follow the newest checkpoint")
+            if state not in self._believed and state.order > known:  # an older one is not needed
+                logger.warning(
+                    "the state of step %d in memory does not follow the newest checkpoint, step %d, and is not used",
+                    state.order[0], newest.identity.step,
+                )  # fmt: skip
 
     def _propose(self) -> Row:
         """Rank zero: the next candidate whose small files agree. `fatal` in it: there is no further candidate."""
         if self._refusal is not None:
             if not self._believed or isinstance(self._refusal, TooNewError):
                 return Row(failed=True, text=str(self._refusal))
-            self._skip(str(self._refusal))
+            self._skip(Skipped(str(self._refusal), str(self._refusal)))
             return Row(place=IN_MEMORY, plan=self._believed.pop(0).plan)
         choice = self._choice
         if choice is None:
@@ -139,10 +157,10 @@ class Load:
                     place=choice.place,
                     fatal=choice.is_explicit,
                 )
-            sentence = describe(commit.path, "; ".join(problems))
+            skipped = Skipped.of(commit.path, "; ".join(problems))
             if choice.is_explicit:
-                return Row(failed=True, text=f"{sentence}: {_REMEDY}")
-            self._skip(sentence)
+                return Row(failed=True, text=f"{skipped.sentence}: {_REMEDY}")
+            self._skip(skipped)
         if (left := choose_state(self._believed, None)) is not None:
             self._believed.remove(left)
             return Row(place=IN_MEMORY, plan=left.plan)
@@ -164,15 +182,14 @@ class Load:
         except Exception as error:  # raised only after the others were told, or they would wait
             row, unexpected = replace(failure_row(error), fatal=True), error
         rows = exchange(self._setting.group, row)
-        if unexpected is not None:
-            raise unexpected
         reason = first_failure(rows)
         if reason is None:
             return loaded
-        sentence = describe(path, reason)
+        skipped = _skipped(path, reason, rank=self._setting.group.rank, is_in_memory=left is not None)
         if proposal.fatal or any(other.fatal for other in rows):
-            raise CheckpointRefused(f"{sentence}: {_REMEDY}")
-        self._skip(sentence)
+            self._warn("none")
+            raise unexpected or CheckpointRefused(f"{skipped.sentence}: {_REMEDY}")
+        self._skip(skipped)
         return None
 
     def _locate(self, proposal: Row) -> Path:
@@ -207,7 +224,8 @@ class Load:
     def _outline(self, attempt: Attempt, state: dict[str, Any], specs: Sequence[TensorSpec], path: Path) -> Loaded:
         """What will be loaded, with tensors of shape and type alone."""
         return Loaded(
-            allocate(specs, device="meta"), state, attempt.identity, attempt.kinds, path, self._skipped,
+            allocate(specs, device="meta"), state, attempt.identity, attempt.kinds, path,
+            [one.sentence for one in self._skipped],
             attempt.run_id, attempt.nonce,
         )  # fmt: skip
 
@@ -216,9 +234,22 @@ class Load:
         may_fill = self._fits is None or self._fits(outline)
         return memory_for(specs, self._into if may_fill else {})
 
-    def _skip(self, sentence: str) -> None:
-        self._skipped.append(sentence)
-        logger.warning("rank %d: %s", self._setting.group.rank, sentence)
+    def _skip(self, skipped: Skipped) -> None:
+        self._skipped.append(skipped)
+
+    def _warn(self, title: str) -> None:
+        """Say what was skipped and what is used: rank zero as a warning, the others in their logs."""
+        if self._skipped:
+            level = logging.WARNING if self._setting.is_rank_zero else logging.INFO
+            logger.log(level, "%s", used_instead(self._skipped, title))
+
+
+def _skipped(path: Path, reason: str, *, rank: int, is_in_memory: bool) -> Skipped:
+    """A checkpoint that the rank of `reason` could not read; its own number would be in each of its lines twice."""
+    own = reason.removeprefix(f"rank {rank}: ")
+    if not is_in_memory:
+        return Skipped(describe(path, reason), Skipped.of(path, own).line)
+    return Skipped(describe(path, reason), f"the state {path} is damaged ({own})")
 
 
 def read(inspected: Inspected, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hetseq.errors import HetSeqError
 from hetseq.system.files import describe_os_error
 
 if TYPE_CHECKING:  # processes without torch read rows too
@@ -107,6 +108,8 @@ def exchange(group: RowGroup, row: Row) -> list[Row]:
 
 def failure_row(error: BaseException) -> Row:
     """A row that tells the others why this rank failed."""
+    if isinstance(error, HetSeqError):
+        return Row(failed=True, text=str(error))
     if not isinstance(error, OSError):
         return Row(failed=True, text=f"{type(error).__name__}: {error}")
     return Row(failed=True, errno=error.errno or 0, text=describe_os_error(error))

@@ -7,7 +7,7 @@ back to an older checkpoint and says so; a request for one checkpoint gets that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,13 +22,32 @@ NOWHERE, IN_CHECKPOINTS, INSIDE, ITSELF, IN_MEMORY = range(5)
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """Why a checkpoint, or a state in memory, is not used."""
+
+    sentence: str  # with its folder, for errors and records
+    line: str  # with its step, for the terminal
+
+    @staticmethod
+    def of(path: Path, reason: object) -> Skipped:
+        """The checkpoint in a folder; the reason is an error or a sentence."""
+        fault = "cannot be read" if isinstance(reason, OSError) else "is damaged"
+        return Skipped(describe(path, reason), f"step {step_of(path)} {fault} ({reason})")
+
+
+def used_instead(skipped: Sequence[Skipped], title: str) -> str:
+    """One line about what was skipped and what is used."""
+    return f"{'; '.join(one.line for one in skipped)}: {title} is used instead"
+
+
+@dataclass(frozen=True)
 class Choice:
     """Commits in the order in which to try them; whether a bad one ends the search; the checkpoints skipped so far."""
 
     commits: list[Commit]
     place: int
     is_explicit: bool
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
 
 
 def choose(which: str, run_directory: Path) -> Choice:
@@ -70,7 +89,7 @@ def _newest(root: Path, base: Path, *, place: int, needed: bool) -> Choice:
     for error in newer.values():
         if isinstance(error, CheckpointRefused):  # a newer format: an older state would lose work without notice
             raise error
-    skipped = [describe(path, error) for path, error in newer.items()]
+    skipped = [Skipped.of(path, error) for path, error in newer.items()]
     if not found.commits:
         _refuse_pickles(base)
         _refuse_pickles(root)
@@ -81,10 +100,11 @@ def _newest(root: Path, base: Path, *, place: int, needed: bool) -> Choice:
     return Choice(found.commits, place, is_explicit=False, skipped=skipped)
 
 
-def none_verifies(root: Path, skipped: list[str]) -> str:
+def none_verifies(root: Path, skipped: Sequence[Skipped]) -> str:
     """The sentence for a folder whose checkpoints are all bad."""
     return (
-        f"no checkpoint in {root} can be used, and starting anew would hide that: {'; '.join(skipped)}. Restore the"
+        f"no checkpoint in {root} can be used, and starting anew would hide that:"
+        f" {'; '.join(one.sentence for one in skipped)}. Restore the"
         " files from a copy, or start anew with --resume none"
     )
 

@@ -27,6 +27,7 @@ from hetseq.config.command_line import Argument, Command
 from hetseq.errors import HetSeqError
 from hetseq.launch.launch import launch
 from hetseq.monitor.metrics import read_rows
+from hetseq.system.started_by import DEMO, starting_by
 
 _SLOW_DOWN = 3
 _EPOCHS, _STEPS_PER_EPOCH = 12, 12  # 1,437 digits in batches of 128
@@ -143,7 +144,8 @@ def _new_folder() -> Path:
 
 
 def _train(save_dir: Path, words: str, *more: str) -> list[dict[str, Any]]:
-    ending = launch(options.parse([*words.split(), *more, "--env", "none", "--save-dir", str(save_dir)]))
+    with starting_by(DEMO):
+        ending = launch(options.parse([*words.split(), *more, "--env", "none", "--save-dir", str(save_dir)]))
     if ending.code:
         raise HetSeqError(f"the demo's run in {save_dir} failed: {ending.message}")
     return read_rows(save_dir / "metrics.jsonl")

@@ -6,6 +6,7 @@ files and `run_view` says what they mean; neither is noticed by the run.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import time
@@ -67,7 +68,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     if not signs and look.start() is None:
         raise ConfigError(
             f"{arguments.run} has not started, as its status/ has no rank and no launcher uses it: expected a run that"
-            f" has; start it with `hetseq train --save-dir {arguments.run}` [run-not-training]"
+            f" has; start it with `hetseq train {_words_of(arguments.run)}` [run-not-training]"
         )
     with suppress(KeyboardInterrupt):
         if arguments.is_once:
@@ -77,6 +78,11 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
         else:
             _watch_plain(arguments, look, say)
     return 0
+
+
+def _words_of(run: Path) -> str:
+    config_file = run / "config.yaml"  # of a start that was interrupted before its first step
+    return shlex.join(["--config", str(config_file)] if config_file.is_file() else ["--save-dir", str(run)])
 
 
 def parse(words: Sequence[str]) -> TopArguments:

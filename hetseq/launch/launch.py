@@ -29,7 +29,16 @@ from hetseq.config.byte_size import parse_size
 from hetseq.config.sections import Config, DistributedConfig
 from hetseq.errors import EXIT_STOPPED, ConfigError, HetSeqError, few, text_of
 from hetseq.launch.early_checks import check_command
-from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
+from hetseq.launch.environments import (
+    AppliedEnvironment,
+    Look,
+    Seen,
+    choose,
+    leaves_room,
+    other_nodes,
+    seconds_to_stop,
+    see,
+)
 from hetseq.launch.launcher import Launcher
 from hetseq.launch.run_directory_guard import in_use
 from hetseq.launch.visible_gpus import cpu_build, visible_gpus
@@ -37,6 +46,7 @@ from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.launch.worker_watch import may_go_on
 from hetseq.monitor.colour import Tone, toned
 from hetseq.run_directory import RunDirectory
+from hetseq.system.started_by import started_by
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +83,13 @@ def launch(config: Config, errand: Errand | None = None) -> Ending:
     devices = local_devices(config.distributed)
     check_place(config.distributed, len(devices))
     interface = _interface(seen)
-    command = " ".join([command_line(sys.argv), *choice.words])
+    others = other_nodes(" ".join([command_line(sys.argv), *choice.words]), seen, started_by())
     fault = why_ranks_do_not_fit(config.distributed, len(devices))
     if refusal is None and fault is not None:
         refusal = ConfigError(fault)
         _say(f"{fault}; telling the other nodes")
     if refusal is None:
-        launcher = Launcher(config, devices, command=command, interface=interface, errand=errand)
+        launcher = Launcher(config, devices, others=others, interface=interface, errand=errand)
         _say(_first_line(config, devices, is_run=not is_inference))  # the workers print nothing for seconds
         with _stopping_in_time(seen):
             return launcher.run()
@@ -87,7 +97,7 @@ def launch(config: Config, errand: Errand | None = None) -> Ending:
     brief = replace(config.distributed, join_timeout=min(_TELLING_S, config.distributed.join_timeout))
     with suppress(HetSeqError):
         Launcher(
-            replace(config, distributed=brief), devices, command=command, interface=interface, refusal=refusal
+            replace(config, distributed=brief), devices, others=others, interface=interface, refusal=refusal
         ).run()  # fmt: skip
     raise refusal
 

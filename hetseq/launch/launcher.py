@@ -39,7 +39,7 @@ from hetseq.cluster.membership.run_directory_discovery import (
 )
 from hetseq.cluster.membership.worker_roster import incarnation
 from hetseq.cluster.rendezvous.channel import ChannelClosed, ChannelError
-from hetseq.cluster.rendezvous.meet import Meeting, meet
+from hetseq.cluster.rendezvous.meet import Meeting, OtherNodes, meet
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError, text_of
@@ -102,11 +102,11 @@ class Launcher:
     """The workers of one node, from start to end."""
 
     def __init__(
-        self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None,
+        self, config: Config, devices: Sequence[str], *, others: OtherNodes, interface: str | None = None,
         errand: Errand | None = None, refusal: HetSeqError | None = None,
     ) -> None:  # fmt: skip
         self._refusal = refusal  # why this node cannot take part; it joins only to tell the others
-        self._config, self._devices, self._command, self._interface = config, devices, command, interface
+        self._config, self._devices, self._others, self._interface = config, devices, others, interface
         self._errand = errand  # the workers run it instead of training
         self._begun_s = time.monotonic()
         self._member: Member | None = None
@@ -171,7 +171,7 @@ class Launcher:
         while True:
             member = join(
                 self._config.distributed,
-                command=self._command,
+                others=self._others,
                 interface=self._interface,
                 pause=self._pause,
                 tell=_tell,
@@ -458,7 +458,8 @@ class Launcher:
         brief = dataclasses.replace(self._config.distributed, join_timeout=_ELECTION_S)
         try:
             return meet(
-                brief, pause=self._pause, tell=_tell, command=self._command, interface=self._interface, is_again=True
+                brief, pause=self._pause, tell=_tell, others=OtherNodes(self._others.command),
+                interface=self._interface, is_again=True,
             )  # fmt: skip
         except (HetSeqError, OSError, _Stopped) as error:
             _tell(f"found no other node that leads the run ({error})")

@@ -54,6 +54,7 @@ from hetseq.system import matmul_backend as products
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.processes import keep_freed_memory
 from hetseq.system.rank_phase import Phase
+from hetseq.system.started_by import DEMO, started_by
 from hetseq.training.controller import Halt
 from hetseq.training.replica_check import ReplicasDiffer
 from hetseq.training.step_engine import Engine
@@ -258,7 +259,7 @@ class RankLife:
             best = self._metrics.best()
             for line in closing_lines(
                 self._config, controller.state, step=session.last_step, start_s=start_s, best=best,
-                is_script=self._material.own_loop is not None,
+                is_script=self._material.own_loop is not None, is_demo=started_by() == DEMO,
             ):  # fmt: skip
                 logger.info(line)
 

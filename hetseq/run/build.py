@@ -50,6 +50,7 @@ from hetseq.run.recipe import recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run.session import Session
+from hetseq.run.start_notes import log_again
 from hetseq.run.step_watch import StepWatch
 from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory
@@ -358,6 +359,8 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
             logger.info(sentence)
     if job.config.data.unit_size is None and job.is_first:
         _warn_of_batch_norm(controller)
+    if start.beginning is None and job.is_first and job.group.rank == 0:
+        log_again(job.material.start_notes)
     if job.material.trial.carried and job.is_first and job.group.rank == 0:
         _warn_of_carried_state(job.material.trial.carried)
 

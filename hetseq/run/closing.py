@@ -19,11 +19,13 @@ from hetseq.training.controller import TrainingState
 def closing_lines(
     config: Config, state: TrainingState, *, step: int, start_s: float | None, best: Mapping[str, Any] | None,
     is_script: bool = False,
+    is_demo: bool = False,
 ) -> list[str]:  # fmt: skip
     """At most four lines about a run that ended with `step`, one fact each.
 
     `start_s`: how long this start took; None if there was nothing left to do. `best`: the row of the best validation.
     `is_script`: a script with a loop of its own was run, which says itself when it ends.
+    `is_demo`: the run is part of a demo, which has no next command.
     """
     plural = "" if step == 1 else "s"
     lines = [f"nothing left to do: step {step} was the last one"]
@@ -36,10 +38,9 @@ def closing_lines(
     if config.checkpoint.no_save:
         return [*lines, "nothing was saved, because of --no-save"]
     if is_script:
-        return [
-            *lines,
-            f"saved: {config.checkpoint.save_dir}; the same command resumes there if its loop asks for more",
-        ]
+        return [*lines, f"saved: {config.checkpoint.save_dir}; the same command resumes if its loop asks for more"]
+    if is_demo:
+        return lines
     run = shlex.quote(config.checkpoint.save_dir)
     lines.append(f"evaluate: hetseq evaluate {run}{' --resume best' if is_best else ''}")
     return [*lines, f"continue: the same command with {_what_to_change(config, state)}"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from hetseq.errors import MissingSplitError
 from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
+from hetseq.run.start_notes import kept_back
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
 from hetseq.system.task_failure import noted, noting
@@ -56,6 +57,7 @@ class LoadedTask:
     precision: Precision
     trial: probe.LossTrial = field(default_factory=probe.LossTrial)
     split: str = "train"  # name of the training data
+    start_notes: Sequence[logging.LogRecord] = ()  # about the weights of `build_model`
     own_loop: OwnLoop | None = None  # None: a task, whose steps HetSeq computes itself
 
     @functools.cached_property
@@ -95,7 +97,8 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     terms = probe.find_terms(task, train, collate)
     whereabouts.enter(Phase.MODEL)
     seed_everything(seed)
-    model = build_model(task)
+    with kept_back() as start_notes:
+        model = build_model(task)
     check_model(model)
     model.to(device, precision.storage)
     whereabouts.enter(Phase.TRIAL)
@@ -112,7 +115,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
     return LoadedTask(
-        task, train, valid, model, terms, place, seed, device, precision, trial, config.data.train_subset
+        task, train, valid, model, terms, place, seed, device, precision, trial, config.data.train_subset, start_notes
     )  # fmt: skip
 
 

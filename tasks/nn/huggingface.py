@@ -135,6 +135,8 @@ def write_pretrained(
         raise DataError(f"{folder} cannot be written: {error}; make room, or name another folder") from error
 
 
+#: of a log record that only matters where a run begins with these weights
+_ABOUT_START = {"is_about_start": True}
 #: transformers refuses a file without it
 _METADATA = {"format": "pt"}
 
@@ -261,7 +263,9 @@ def _fill_(model: nn.Module, folder: Path, layout: _Layout, *, heads_may_be_miss
         found = _by_full_name(files, layout)
         stored = {name: own for name, own in found.items() if not name.startswith(layout.unwanted)}
         if len(stored) < len(found):
-            logger.info("%s: not needed: %s", folder, ", ".join(sorted(found.keys() - stored.keys())))
+            logger.info(
+                "%s: not needed: %s", folder, ", ".join(sorted(found.keys() - stored.keys())), extra=_ABOUT_START
+            )
         initialised = _missing_heads(stored, layout) if heads_may_be_missing else {}
         _check_names(files, stored, layout, initialised)
         for name, parameter in model.named_parameters():
@@ -271,7 +275,9 @@ def _fill_(model: nn.Module, folder: Path, layout: _Layout, *, heads_may_be_miss
                 parameter.copy_(layout.convert(name, pieces))
         _check_tied(files, stored, layout)
     if initialised:
-        logger.warning("%s: left as initialised: %s", folder, ", ".join(dict.fromkeys(initialised.values())))
+        logger.warning(
+            "%s: left as initialised: %s", folder, ", ".join(dict.fromkeys(initialised.values())), extra=_ABOUT_START
+        )
 
 
 def _by_full_name(files: TensorFiles, layout: _Layout) -> dict[str, str]:
@@ -318,7 +324,9 @@ def _check_names(
             f" {files.folder / _CONFIG_NAME} does not have: are these the weights of another model?"
         )
     if left_out:
-        logger.warning("%s: skipped, since the model has no such head: %s", files.folder, ", ".join(left_out))
+        logger.warning(
+            "%s: skipped, since the model has no such head: %s", files.folder, ", ".join(left_out), extra=_ABOUT_START
+        )
 
 
 def _file_names(files: TensorFiles) -> str:

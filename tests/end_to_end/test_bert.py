@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from hetseq.monitor.metrics import read_rows
-from tests.support import bert, bert_records, forked
-from tests.support.commands import run_command
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
+from hetseq.tasks.nn.huggingface import write_pretrained
+from tests.support import bert, bert_records, forked, labelled
+from tests.support.commands import HETSEQ, TRAIN, run_command
 from tests.support.trials import curve, is_bit_equal, last_state, run_trial, start_trial
 
 pytestmark = pytest.mark.slow
@@ -122,3 +124,20 @@ def test_what_is_missing_or_disagrees_is_said(
     assert "Traceback" not in done.err
     assert all(word in done.err for word in says), done.err
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_fresh_head_is_told_where_training_begins_with_it_alone(tmp_path: Path) -> None:
+    labelled.write_network(tmp_path)
+    model = BertForPreTraining(BertConfig(**labelled.CONFIG))
+    write_pretrained(model, tmp_path / "start", vocab_file=tmp_path / "words.txt")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "data" / f"{split}.txt").write_text(labelled.TAGGED)
+    train = ["--task", "bert_ner", "--data", "data", "--init-from", "start", "--cpu", "--distributed-world-size", 2]
+    train += ["--global-batch-size", 2, "--save-dir", "run", "--max-update"]
+    export = ["checkpoints", "export", "run", "--format", "hf", "--to", "out"]
+    commands = [[*train, 2], [*train, 4], ["evaluate", "run", "--cpu"], export]
+    done = [run_command(words, cwd=tmp_path, program=TRAIN if at < 2 else HETSEQ) for at, words in enumerate(commands)]
+    assert [one.code for one in done] == [0] * 4
+    assert [(one.out + one.err).count("left as initialised: the head for labels") for one in done] == [1, 0, 0, 0]
+    assert ["not needed" in one.out + one.err for one in done] == [True, False, False, False]

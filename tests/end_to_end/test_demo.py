@@ -33,6 +33,7 @@ def test_the_demo_shows_the_curve_of_one_process_for_equal_and_for_fitting_share
     assert [rows[step] for step in (10, 11, 20, 21)] == [[64, 64], [96, 32], [96, 32], [64, 64]]
     assert read_rows(tmp_path / alone / "metrics.jsonl")[0]["shares"] == [128]
     assert "advice" not in done.err
+    assert re.findall("^(?:continue|evaluate): .*", done.out + done.err, re.M) == []
 
 
 def check_the_runs_of_bert(said: str, folder: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_torn_run_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
     (event,) = events(old, "resume")
     assert event["step"] == facts["resumes_from"]
     assert damaged.name in str(event["refused"])
-    assert f"{damaged.name} cannot be used" in finished.err
+    assert f"step {facts['damaged']} is damaged" in finished.err
     assert f"{uncommitted.name} was never committed" in finished.err
     assert "of a torn last line" in finished.err
     lines = (old / "metrics.jsonl").read_bytes().splitlines()

@@ -78,6 +78,8 @@ def test_two_hosts_train_together_and_the_second_is_given_the_secret(
     rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     assert [(row["step"], row["world_size"]) for row in rows] == [(1, 3), (2, 3), (3, 3)]
     assert "workers: labA 2, labB 1; they meet at tcp://127.0.0.1:" in done.err
+    assert "paste there" not in done.err
+    assert "waiting: " not in done.err
     assert {line.split("]")[0] for line in done.out.splitlines()} <= {"[labA", "[labB"}
     assert "step 3/3" in done.out
     files = [tmp_path / home / ".hetseq" / "secret" for home in ("home", "labA", "labB")]

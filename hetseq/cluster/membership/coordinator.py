@@ -47,13 +47,23 @@ _BEFORE_WORKERS = (StartPhase.GATHERING, StartPhase.REACHING, StartPhase.DIRECTO
 class Coordinator(Latecomers):
     """All decisions at the start and at the end. `outbox` holds (member, record) for the caller to send, in order."""
 
-    def __init__(self, *, join_timeout_s: float, paste: str, now_s: float, hint: str = "", min_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        join_timeout_s: float,
+        paste: str,
+        now_s: float,
+        hint: str = "",
+        min_ranks: int = 1,
+        quiet_s: float = 0.0,
+    ) -> None:
         super().__init__(now_s=now_s, patience_s=join_timeout_s)
         self.ending: Ending | None = None
         self._wanted = 0  # ranks, as the first node's options say
         self.sent_away = 0  # how often a node with another secret was rejected; the caller counts
         self._hint = hint  # where to look if nodes wait in another place
         self._min_ranks, self._join_timeout_s, self._paste = min_ranks, join_timeout_s, paste
+        self._quiet_until_s = now_s + quiet_s  # nodes that are missing until then are no news
         self._is_polite = True  # whether the ranks may finish their work, once the run is ending
         self._roster = Roster()
         self._presented: dict[int, Mapping[str, str]] = {}  # rank -> contract
@@ -142,6 +152,8 @@ class Coordinator(Latecomers):
     def _tell_what_is_awaited(self) -> None:
         text = self.phase.value
         if self.phase is StartPhase.GATHERING:
+            if self._now_s < self._quiet_until_s:
+                return
             if self._hint:
                 self._send_all("tell", text=self._hint)
             self._hint = ""  # tell it only once

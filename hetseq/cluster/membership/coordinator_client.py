@@ -24,7 +24,7 @@ from hetseq.cluster.membership.coordinator_server import HubServer, RecordChanne
 from hetseq.cluster.membership.run_directory_discovery import lies_on_local_disk
 from hetseq.cluster.rendezvous.connectivity import Doorstep, Peer, probe
 from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt
-from hetseq.cluster.rendezvous.meet import Meeting, meet
+from hetseq.cluster.rendezvous.meet import Meeting, OtherNodes, meet
 from hetseq.cluster.rendezvous.secret import copy_command, secret_file
 from hetseq.cluster.rendezvous.sockets import ask_when_idle
 from hetseq.config.sections import DistributedConfig
@@ -96,7 +96,7 @@ def claim_of(config: DistributedConfig, workers: int) -> Claim:
 def join(
     config: DistributedConfig,
     *,
-    command: str,
+    others: OtherNodes,
     interface: str | None,
     pause: Callable[[float], None],
     tell: Callable[[str], None],
@@ -107,16 +107,16 @@ def join(
     """
     if config.meeting_url is None:
         closing = ExitStack()
-        channel = _serve(config, command, None, closing, tell)
+        channel = _serve(config, others, None, closing, tell)
         return Member(channel, "127.0.0.1", True, secrets.token_bytes(32), None, Path(), closing)
     secret = secret_file(config.secret_file)
-    meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface)
+    meeting = meet(config, pause=pause, tell=tell, others=others, interface=interface)
     with ExitStack() as closing:  # closes everything opened so far if a later step fails
         closing.callback(_in_time, meeting.close)
         door = Doorstep(meeting.address, meeting.key, secret)
         closing.callback(door.close)
         if meeting.listener is not None:
-            channel = _serve(config, command, meeting, closing, tell)
+            channel = _serve(config, others, meeting, closing, tell)
         else:
             assert meeting.channel is not None
             channel = meeting.channel
@@ -154,13 +154,17 @@ def _hint_of(url: str) -> str:
 
 
 def _serve(
-    config: DistributedConfig, command: str, meeting: Meeting | None, closing: ExitStack, tell: Callable[[str], None]
+    config: DistributedConfig,
+    others: OtherNodes,
+    meeting: Meeting | None,
+    closing: ExitStack,
+    tell: Callable[[str], None],
 ) -> RecordChannel:
     """Start the coordinator in this process; returns this launcher's end of the channel to it."""
     hint = _hint_of(config.meeting_url or "")
     hub = Coordinator(
-        join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic(), hint=hint,
-        min_ranks=config.min_ranks or 1,
+        join_timeout_s=config.join_timeout, paste=others.command, now_s=time.monotonic(), hint=hint,
+        min_ranks=config.min_ranks or 1, quiet_s=others.patience_s,
     )  # fmt: skip
     return _start(hub, meeting, secret_file(config.secret_file), closing, tell)
 

@@ -64,6 +64,14 @@ Tell = Callable[[str], None]
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class OtherNodes:
+    """How the other nodes of a run are started."""
+
+    command: str = ""  # to type there, as on this node
+    patience_s: float = 0.0  # another program starts them; a missing one is no news before
+
+
 @dataclass
 class Meeting:
     """Result of the rendezvous: `channel` to the head, or `listener` if this launcher is the head.
@@ -96,7 +104,7 @@ def meet(
     *,
     pause: Pause,
     tell: Tell,
-    command: str = "",
+    others: OtherNodes = OtherNodes(),
     interface: str | None = None,
     name: str = "run",
     is_again: bool = False,
@@ -109,7 +117,7 @@ def meet(
     replace it.
 
     `pause(seconds)` sleeps, and raises when the launcher must stop; `meet` never blocks for more than a second without
-    calling it. `tell` prints a line. `command` is the command line of this launcher, `interface` the value of
+    calling it. `tell` prints a line. `interface` is the value of
     GLOO_SOCKET_IFNAME; runs with different `name` do not meet in a directory.
 
     Raises RendezvousError when --join-timeout has passed. Raises at once: UnreachableError (unknown name),
@@ -118,7 +126,7 @@ def meet(
     """
     if config.meeting_url is None:
         raise ValueError("no meeting place: a run on one node has no other nodes to meet")
-    search = _Search(config, config.meeting_url, _Calls(pause, tell, now), command, interface, name)
+    search = _Search(config, config.meeting_url, _Calls(pause, tell, now), others, interface, name)
     if config.meeting_url.startswith("file://"):
         return search.in_directory(head_start_s=0.0 if is_again else HEAD_START_S)
     return search.at_address_again() if is_again else search.at_address()
@@ -187,17 +195,20 @@ class _Search:
     """The search of one launcher for its head."""
 
     def __init__(
-        self, config: DistributedConfig, url: str, calls: _Calls, command: str, interface: str | None, name: str
+        self, config: DistributedConfig, url: str, calls: _Calls, others: OtherNodes, interface: str | None, name: str
     ) -> None:
         self._here = socket.gethostname()
         self._url, self._calls, self._interface, self._name = url, calls, interface, name
         self._has_given_ranks, self._rank = config.join is None, config.distributed_rank
-        head_command = command_of_rank(command, 0) if self._has_given_ranks else command
+        head_command = others.command
+        if head_command and self._has_given_ranks:
+            head_command = command_of_rank(head_command, 0)
         self._remedy = f"Start it with: {head_command}" if head_command else "Start it"
         self._retry_s = RETRY_S
         self._taken_since: float | None = None
         self._timeout_s = config.join_timeout
         self._deadline = calls.now() + config.join_timeout
+        self._quiet_until = min(calls.now() + others.patience_s, self._deadline)
         chosen_address(outward_address(), interface, tell=lambda _: None)  # report a mistyped interface before all else
         # the default folder is created, a folder named by the user is not
         named = None if config.secret_file == DistributedConfig().secret_file else config.secret_file
@@ -268,6 +279,8 @@ class _Search:
 
     def _complain(self, place: str, host: str, error: UnreachableError) -> None:
         """Tell the user the problem and the command to type; raise when the time is over."""
+        if self._calls.now() < self._quiet_until:
+            return
         hint = ""
         if is_loopback(host) or host == "localhost":
             hint = f" ({host} is {self._here} itself; for a head on another machine give an address of that machine)"

@@ -26,7 +26,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.which_run import existing_run
 
 if TYPE_CHECKING:
-    from hetseq.checkpoint import Commit, Inspected, Scan
+    from hetseq.checkpoint import Commit, Inspected, Scan, Skipped
 
 #: the last one is written by the run's own task
 FORMS = ("safetensors", "torch", "dcp", "hf")
@@ -214,9 +214,10 @@ def _show(arguments: CheckpointArguments) -> Iterator[str]:
 
     inspected, passed_over = _inspected(arguments.run, arguments.which or "latest")
     if arguments.wants_json:
-        yield show_json(inspected, passed_over)
+        yield show_json(inspected, [one.sentence for one in passed_over])
     else:
-        yield from show_text(inspected, passed_over, every_tensor=arguments.wants_tensors)
+        yield from _instead(passed_over, inspected)
+        yield from show_text(inspected, every_tensor=arguments.wants_tensors)
 
 
 def _verify(arguments: CheckpointArguments) -> Iterator[str]:
@@ -323,7 +324,7 @@ def _export(arguments: CheckpointArguments) -> Iterator[str]:
     if not target.parent.is_dir():
         raise ConfigError(f"--to {target}: there is no folder {target.parent}: make it first")
     inspected, passed_over = _inspected(arguments.run, arguments.which or "latest")
-    yield from passed_over
+    yield from _instead(passed_over, inspected)
     with bar(f"reading {inspected.commit.path.name}", inspected.commit.size_bytes, in_bytes=True) as advance:
         if arguments.form == "hf":
             from hetseq.commands.checkpoints.export_model import export_model
@@ -334,6 +335,12 @@ def _export(arguments: CheckpointArguments) -> Iterator[str]:
 
             path = export(inspected.commit, target, form=arguments.form, advance=advance)
     yield f"step {inspected.commit.identity.step} of {arguments.run} is in {path} ({arguments.form})"
+
+
+def _instead(passed_over: Sequence[Skipped], inspected: Inspected) -> list[str]:
+    from hetseq.checkpoint import used_instead
+
+    return [used_instead(passed_over, f"step {inspected.commit.identity.step}")] if passed_over else []
 
 
 _ACTIONS: dict[str, Callable[[CheckpointArguments], Iterator[str]]] = {
@@ -378,9 +385,9 @@ def _wanted(arguments: CheckpointArguments) -> Scan:
     return Scan(choose(arguments.which, arguments.run).commits[:1], {})
 
 
-def _inspected(run: Path, which: str) -> tuple[Inspected, list[str]]:
-    """The chosen checkpoint, with its small files checked, and a line for each newer one that was skipped."""
-    from hetseq.checkpoint import choose, inspect
+def _inspected(run: Path, which: str) -> tuple[Inspected, list[Skipped]]:
+    """The chosen checkpoint, with its small files checked, and the newer ones that were skipped."""
+    from hetseq.checkpoint import Skipped, choose, inspect
 
     _committed(run)
     choice = choose(which, run)
@@ -389,5 +396,5 @@ def _inspected(run: Path, which: str) -> tuple[Inspected, list[str]]:
         try:
             return inspect(commit), passed_over
         except (CheckpointError, OSError) as error:
-            passed_over.append(f"checkpoint {commit.path} cannot be used: {error}")
-    raise CheckpointRefused("; ".join(passed_over))
+            passed_over.append(Skipped.of(commit.path, error))
+    raise CheckpointRefused("; ".join(one.sentence for one in passed_over))

@@ -17,6 +17,7 @@ from hetseq.checkpoint.export import export_by
 from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import ConfigError
 from hetseq.parallel.replica import load_model_
+from hetseq.run.start_notes import kept_back
 from hetseq.system.files import sync_file
 from hetseq.task import build_model, is_overridden, make_task
 from hetseq.training.precision import PRECISIONS
@@ -41,7 +42,9 @@ def export_model(run: Path, commit: Commit, target: Path, *, advance: Callable[[
             f"the task {config.task.task} has no export(model, folder), which --format hf calls: write one, or export"
             " with --format safetensors"
         )
-    model = build_model(task).to(dtype=PRECISIONS[config.optimization.precision].storage).eval()
+    with kept_back():  # the checkpoint replaces the weights
+        model = build_model(task)
+    model = model.to(dtype=PRECISIONS[config.optimization.precision].storage).eval()
 
     def write(spans: Spans, folder: Path) -> Path:
         names = [name for name in spans.specs if name.startswith("model.")]

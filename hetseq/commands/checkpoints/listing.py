@@ -108,7 +108,7 @@ def _list_rows(contents: Contents) -> Iterator[Cells]:
     for inspected, mark in zip(contents.usable, marks):
         commit, identity = inspected.commit, inspected.commit.identity
         yield (
-            str(identity.step), _value(_epoch(inspected) or "?"), ", ".join(_kinds(commit, is_newest="newest" in mark)),
+            str(identity.step), _value(_epoch(inspected) or "?"), ", ".join(commit.kinds),
             size_text(commit.size_bytes), _time(commit.attempt.created), str(len(commit.parts)), " and ".join(mark),
             *((str(identity.generation),) * has_generations),
         )  # fmt: skip
@@ -128,11 +128,6 @@ def _epoch(inspected: Inspected) -> int | None:
     return epoch - 1 if epoch > 1 and state.get("consumed") == 0 else epoch
 
 
-def _kinds(commit: Commit, *, is_newest: bool) -> list[str]:
-    """Its kinds, without "final" if the run was continued afterwards."""
-    return [kind for kind in commit.kinds if kind != "final" or is_newest]
-
-
 def list_json(contents: Contents) -> str:
     """All checkpoints as one line of JSON, for scripts."""
     marks = _marks([inspected.commit for inspected in contents.usable])
@@ -141,7 +136,6 @@ def list_json(contents: Contents) -> str:
         "checkpoints": [
             {
                 **_facts(inspected),
-                "kinds": _kinds(inspected.commit, is_newest="newest" in mark),
                 "is_newest": "newest" in mark,
                 "is_best": "best" in mark,
             }
@@ -172,10 +166,9 @@ def _facts(inspected: Inspected) -> dict[str, Any]:
     }
 
 
-def show_text(inspected: Inspected, passed_over: Sequence[str], *, every_tensor: bool) -> Iterator[str]:
-    """One checkpoint as text, after the newer ones that were skipped."""
+def show_text(inspected: Inspected, *, every_tensor: bool) -> Iterator[str]:
+    """One checkpoint as text."""
     commit, state = inspected.commit, inspected.state
-    yield from passed_over
     yield str(commit.path)
     yield ""
     rows: list[Cells] = [("step", str(commit.identity.step))]

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from hetseq.cluster.membership.compatibility import node_fields
 from hetseq.cluster.rendezvous.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout
-from hetseq.cluster.rendezvous.meet import Meeting, meet
+from hetseq.cluster.rendezvous.meet import Meeting, OtherNodes, meet
 from hetseq.cluster.rendezvous.sockets import ask_when_idle
 from hetseq.commands.doctor.all_reduce_client import READY_S
 from hetseq.commands.doctor.cluster_findings import Examination
@@ -67,7 +67,9 @@ def examine_together(
     a subclass if the others are not found within --join-timeout, or the head is lost.
     """
     with ExitStack() as closing:
-        meeting = meet(config, pause=time.sleep, tell=tell, command=command, interface=interface, name="doctor")
+        meeting = meet(
+            config, pause=time.sleep, tell=tell, others=OtherNodes(command), interface=interface, name="doctor"
+        )
         closing.callback(meeting.close)
         helper = Helper(meeting.address, meeting.key, directory, facts.rank_device)
         closing.callback(helper.close)

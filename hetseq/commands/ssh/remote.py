@@ -28,6 +28,7 @@ from hetseq.errors import EXIT_STOPPED, HetSeqError, RendezvousError
 from hetseq.run_directory import open_private
 from hetseq.system.files import write_all
 from hetseq.system.processes import die_with_parent, first_stop_signal, ringing_on_signals
+from hetseq.system.started_by import SSH, environment_of_child
 
 #: prefix of the one line on standard output that is for the near end
 MARK = "hetseq far end: "
@@ -57,6 +58,7 @@ def main() -> int:
         child = subprocess.Popen(
             [sys.executable, "-m", "hetseq", "train", *request["words"], *begin["words"]],
             stdin=subprocess.DEVNULL,
+            env=environment_of_child(SSH),
             preexec_fn=lambda: die_with_parent(me),
         )
         return _look_after(child, near)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from hetseq.errors import ConfigError
 from hetseq.launch.environments import grid_engine, htcondor, lsf, mpi, pbs, sagemaker, slurm, torchrun
-from hetseq.launch.environments.apply import AppliedEnvironment, choose, leaves_room, seconds_to_stop
+from hetseq.launch.environments.apply import AppliedEnvironment, choose, leaves_room, other_nodes, seconds_to_stop
 from hetseq.launch.environments.detected import Environment, Look, NowhereError, Seen, UnreadableError
 
 __all__ = [
     "NAMES", "AppliedEnvironment", "Look", "NowhereError", "Seen", "UnreadableError", "choose", "leaves_room",
-    "seconds_to_stop", "see",
+    "other_nodes", "seconds_to_stop", "see",
 ]  # fmt: skip
 
 #: in the order of checks; LSF is listed twice, as jsrun and as a job in which mpirun may have been called

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hetseq.cluster.rendezvous.meet import OtherNodes
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.launch.environments.detected import Seen
+from hetseq.system.started_by import SSH
 
 _STOP_BEFORE_S = 300.0  # before the end of a job, to finish the step and the checkpoint
+_STARTED_BY_OTHERS_S = 30.0  # for a program that starts all nodes
 _STOP_BEFORE_PART = 0.25  # of the remaining time, in short jobs
 
 
@@ -47,6 +50,14 @@ def choose(config: DistributedConfig, seen: Seen, *, gpus: Callable[[], int]) ->
         config = _with_own_device(config, seen, gpus)
     config, words = _with_meeting(config, seen)
     return AppliedEnvironment(config, words, _line(config, seen) if is_first(seen) else None)
+
+
+def other_nodes(command: str, seen: Seen | None, started_by: str) -> OtherNodes:
+    """How the other nodes are started: by the environment, by `hetseq ssh`, or by the user with this command."""
+    if started_by == SSH:
+        return OtherNodes("", _STARTED_BY_OTHERS_S)
+    is_started = seen is not None and not seen.is_alone and not seen.is_script
+    return OtherNodes(command, _STARTED_BY_OTHERS_S if is_started else 0.0)
 
 
 def is_first(seen: Seen) -> bool:

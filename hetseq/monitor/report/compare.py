@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hetseq.config.sections import flag
 from hetseq.monitor.report.charts import Curve, line_chart, number
 from hetseq.monitor.report.page import document, duration, section, table, time_axis
 from hetseq.monitor.report.recorded import Floats, Integers, RecordedRun
@@ -165,7 +166,7 @@ def _tables(found: Comparison, first: str, second: str, *, of_whom: str) -> list
         for subset, name, step, one, other in found.validations
     ]
     heads = ["subset", "figure", ">step", f">{first}", f">{second}", ">difference"]
-    options = [list(row) for row in found.options]
+    options = [[flag(key), *values] for key, *values in found.options]
     differing = table(["option", f"*{first}", f"*{second}"], options) if options else "<p>None.</p>"
     return [
         section(f"The last validation that both have{of_whom}", table(heads, rows) if rows else ""),
@@ -192,7 +193,7 @@ def _remarks(found: Comparison) -> list[str]:
     others = [key for key, _, _ in found.options if key in deciding]
     if others and found.largest is not None:
         remarks.append(
-            f"The same step may have taken different samples in the two runs: {', '.join(others)}"
+            f"The same step may have taken different samples in the two runs: {', '.join(map(flag, others))}"
             f" {'differs' if len(others) == 1 else 'differ'}. If so, compare the curves as a whole, not single steps."
         )
         return remarks

@@ -25,7 +25,7 @@ _LONGEST_NAME = 48  # characters beside a bar
 _MOST_BANDS = 400
 _MANY_STEPS = 50  # a curve of this many has a smoothed one in front of it
 _POINTS_OF_RANKS = 12_800  # of all curves of a chart by rank together
-_KINDS = (("compute", 0), ("data", 4), ("overhead", 7), ("wait", 1), ("communication", 3))
+_KINDS = (("compute", 0), ("data", 4), ("overhead", 7), ("wait", 1), ("communication", 3), ("other", 5))
 _PAGE_STYLE = """
 :root{color-scheme:light dark}*{box-sizing:border-box}
 body{margin:0 auto;max-width:960px;padding:1.2em 16px 3em;background:var(--paper);color:var(--ink);
@@ -285,7 +285,10 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
         return ""
     communication = np.where(is_there, run.communication_s[:, None], np.nan)
     kinds = [run.compute_s, run.data_s, run.overhead_s, run.wait_s, communication]
-    means = np.array([_mean_of_columns(kind) for kind in kinds]).T  # (m, kinds)
+    step_s = _mean_of_columns(np.where(is_there, run.seconds[:, None], np.nan))  # (m,)
+    means = np.array([_mean_of_columns(np.where(is_there, kind, np.nan)) for kind in kinds]).T
+    other = np.maximum(step_s - means.sum(axis=1), 0.0)  # what is left of the step
+    means = np.column_stack([means, other])  # (m, kinds)
     part = _mean_of_columns(_per_cent(run))
     share, busy = _mean_of_columns(run.shares), means[:, :3].sum(axis=1)
     chosen = np.arange(len(means))
@@ -294,8 +297,10 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
         by_wait = np.argsort(means[:, 3])
         chosen = np.sort(np.concatenate([by_wait[: _MOST_BARS // 2], by_wait[-(_MOST_BARS // 2) :]]))
         left = f"<p class=soft>{_MOST_BARS} of {len(means):,} ranks: those that wait least and most.</p>"
+    with np.errstate(divide="ignore", invalid="ignore"):  # clocks differ: parts may be longer than their step
+        drawn = means * np.fmin(step_s / means.sum(axis=1), 1.0)[:, None]
     bars = [
-        Bar(_shortened(names[int(at)]), [float(value) * 1000 for value in means[at]], duration(means[at].sum()))
+        Bar(_shortened(names[int(at)]), [float(value) * 1000 for value in drawn[at]], duration(step_s[at]))
         for at in chosen
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -308,7 +313,7 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
     heads = [">rank", "where", ">share %", ">samples", ">samples/s", *(f">{kind} ms" for kind, _ in _KINDS)]
     explained = (
         "<p class=soft>Means over the steps in which the rank took part. Wait: for slower ranks; a better split would"
-        " save it. Data: for the loader; more --num-workers may help.</p>"
+        " save it. Data: for the loader; more --num-workers may help. Other: what is left of the step.</p>"
     )
     chart = bar_chart("A step, rank by rank", _KINDS, bars, unit="ms")
     return chart + table(heads, rows) + left + explained

@@ -163,7 +163,24 @@ def test_what_is_skipped_is_said_with_folder_file_and_reason(run: Path, caplog: 
     assert all(word in sentence for word in (str(folder(run, 2)), "part-00001.safetensors", "No such file"))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert sentence in record.getMessage()
+    reason = "part-00001.safetensors: No such file or directory"
+    assert record.getMessage().startswith(f"step 2 is damaged ({reason}")
+    assert record.getMessage().endswith("): step 1 is used instead")
+
+
+def test_damage_that_is_met_while_reading_is_said_once_without_a_rank_or_a_class(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder(run, 2) / "part-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    loaded = together(3, lambda group: manager(run, group).load())
+    assert [one.identity.step for one in loaded] == [1, 1, 1]
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("step 2 is damaged (part-00001.safetensors: ")
+    assert caplog.messages[0].endswith("): step 1 is used instead")
+    assert "DamagedError" not in loaded[0].skipped[0]
 
 
 @pytest.mark.parametrize("name", ["part-00001.safetensors", "COMMIT.json"])

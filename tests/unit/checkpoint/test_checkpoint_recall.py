@@ -284,6 +284,23 @@ def test_the_newer_one_of_memory_and_disk_is_gone_on_from(
     assert [one.skipped for one in results] == [[], []]
 
 
+@pytest.mark.parametrize(("left", "is_warned"), [(3, False), (9, True)])
+def test_a_state_in_memory_that_does_not_follow_is_a_warning_only_if_it_is_newer(
+    memory: Path, run: Path, caplog: pytest.LogCaptureFixture, left: int, is_warned: bool
+) -> None:
+    leave(run, left)
+    save(run, 5, run_id=str(run))
+    own = keeping(run)
+    keep(own, 6)
+    own.close(has_failed=True)
+    with caplog.at_level(logging.WARNING):
+        results = load_together(run, 2)
+    assert steps(results) == [(6, True)] * 2
+    assert [one.skipped for one in results] == [[], []]
+    warning = "the state of step 9 in memory does not follow the newest checkpoint, step 5, and is not used"
+    assert caplog.messages == [warning] * is_warned
+
+
 def test_whoever_names_a_checkpoint_gets_that_one_and_never_what_is_in_memory(
     memory: Path, run: Path, tmp_path: Path
 ) -> None:
@@ -343,7 +360,9 @@ def test_an_image_that_was_damaged_is_passed_over_by_all_ranks_with_a_warning(
         (sentence,) = one.skipped
         assert sentence.startswith("checkpoint of step 5 in memory cannot be used: rank 0: ")
         assert f"part {part} in memory" in sentence
-    assert len(caplog.records) == 3
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"the state of step 5 in memory is damaged (part {part} in memory: ")
+    assert record.getMessage().endswith("): the state of step 4 in memory is used instead")
 
 
 @pytest.mark.parametrize("where", HEADER_FIELDS | SEAL_FIELDS)

@@ -25,8 +25,9 @@ ENDS = ("min", "max")
 class Talk:
     """A hub and what it said; launchers answer as told."""
 
-    def __init__(self, *, join_timeout_s: float = 60.0) -> None:
-        self.hub = Coordinator(join_timeout_s=join_timeout_s, paste="hetseq train --distributed-rank 0", now_s=0.0)
+    def __init__(self, *, join_timeout_s: float = 60.0, quiet_s: float = 0.0) -> None:
+        paste = "hetseq train --distributed-rank 0"
+        self.hub = Coordinator(join_timeout_s=join_timeout_s, paste=paste, now_s=0.0, quiet_s=quiet_s)
         self.now_s = 0.0
 
     def say(self, member: int, kind: str, **facts: Any) -> list[tuple[int, Record]]:
@@ -335,6 +336,12 @@ def test_who_leaves_between_coming_and_starting_ends_the_start_for_all() -> None
 
 
 # Waiting.
+
+
+def test_ranks_that_another_program_starts_are_not_missed_for_half_a_minute() -> None:
+    talk = Talk(join_timeout_s=60, quiet_s=30)
+    talk.claim(0, 1, 0, 2)
+    assert [len(talk.wait(seconds)) for seconds in (0, 10, 10, 9, 1, 10)] == [0, 0, 0, 0, 1, 1]
 
 
 def test_missing_ranks_are_named_at_once_and_every_ten_seconds() -> None:

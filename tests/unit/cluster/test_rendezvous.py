@@ -24,7 +24,7 @@ from hetseq.cluster.rendezvous.channel import (
     StrangerError,
     VersionMismatch,
 )
-from hetseq.cluster.rendezvous.meet import Meeting, host_and_port, meet
+from hetseq.cluster.rendezvous.meet import Meeting, OtherNodes, host_and_port, meet
 from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, RendezvousError
@@ -62,7 +62,7 @@ class Launcher:
         )
         return meet(
             config, pause=self.pause, tell=self.told.append, now=lambda: 1000 + self.passed_s,
-            **{"command": LINE, "interface": "lo", **options},
+            **{"others": OtherNodes(LINE), "interface": "lo", **options},
         )  # fmt: skip
 
 
@@ -252,6 +252,19 @@ def test_a_head_that_is_not_started_yet_is_said_at_once_and_every_ten_seconds(po
     assert f"127.0.0.1 is {HERE} itself" in launcher.told[0]
 
 
+def test_a_head_that_another_program_starts_is_no_news_for_half_a_minute(port: int, launcher: Launcher) -> None:
+    with pytest.raises(RendezvousError, match="Is it started"):
+        launcher.meet(tcp(port), 1, timeout_s=45, others=OtherNodes(LINE, 30.0))
+    assert len(launcher.told) == 2  # at 30 and 40 s
+    assert launcher.told[0].endswith("Start it with: hetseq train --distributed-rank 0 --lr 0.1")
+
+
+def test_the_reason_is_said_at_the_end_of_a_join_timeout_that_is_shorter(port: int, launcher: Launcher) -> None:
+    with pytest.raises(RendezvousError, match=r"Is it started.* Start it\. .* gave up after 12 s"):
+        launcher.meet(tcp(port), 1, timeout_s=12, others=OtherNodes("", 30.0))
+    assert launcher.told == []
+
+
 def test_a_head_that_is_started_later_is_reached(port: int, secret: Path) -> None:
     with contextlib.ExitStack() as stack:
         follower = Launcher(secret)
@@ -404,7 +417,7 @@ def test_with_join_a_machine_that_does_not_own_the_address_waits_for_the_one_tha
 ) -> None:
     monkeypatch.setattr(channel_module, "dial", refuse_to_dial)
     with pytest.raises(RendezvousError, match="gave up after 12 s"):
-        launcher.meet("tcp://198.51.100.7:29400", timeout_s=12, command="hetseq train --join X")
+        launcher.meet("tcp://198.51.100.7:29400", timeout_s=12, others=OtherNodes("hetseq train --join X"))
     assert len(launcher.told) == 2
     assert launcher.told[0].endswith(
         "(connection refused). Is it started? [head-unreachable] Start it with: hetseq train --join X"

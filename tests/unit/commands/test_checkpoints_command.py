@@ -329,7 +329,8 @@ def test_the_step_that_is_named_is_the_step_that_is_shown(run: Path) -> None:
 def test_a_bad_latest_is_passed_over_aloud_and_a_bad_named_one_is_refused(run: Path) -> None:
     (folder(run, 4) / "state.json").unlink()
     first, *_ = ask("show", run)
-    assert first.startswith(f"checkpoint {folder(run, 4)} cannot be used: state.json")
+    assert first.startswith("step 4 is damaged (state.json: ")
+    assert first.endswith("): step 3 is used instead")
     record = asked_json("show", run)
     assert (record["step"], len(record["passed_over"])) == (3, 1)
     with pytest.raises(CheckpointRefused, match=r"state\.json"):
@@ -545,7 +546,7 @@ def test_a_reader_who_goes_away_changes_neither_the_action_nor_the_exit_code(run
     assert steps(run) == ([4, 2] if action[0] == "prune" else [4, 3, 2, 1])
 
 
-def test_an_epoch_is_that_of_the_last_step_and_final_is_the_end_alone(tmp_path: Path) -> None:
+def test_an_epoch_is_that_of_the_last_step_and_list_show_and_commit_agree_on_kinds(tmp_path: Path) -> None:
     """A state after the last step of an epoch stands at the begin of the next one."""
     for step, epoch, consumed in ((23, 2, 0), (30, 2, 448), (46, 3, 0)):
         manager(tmp_path / "run").save(
@@ -553,5 +554,8 @@ def test_an_epoch_is_that_of_the_last_step_and_final_is_the_end_alone(tmp_path: 
             nonce=step, kinds=("epoch", "final"),
         )  # fmt: skip
     found = [(one["step"], one["epoch"], one["kinds"]) for one in asked_json("list", tmp_path / "run")["checkpoints"]]
-    assert found == [(46, 2, ["epoch", "final"]), (30, 2, ["epoch"]), (23, 1, ["epoch"])]
+    kinds = ["epoch", "final"]  # of each end of a run that was continued: retention counts all of them
+    assert found == [(46, 2, kinds), (30, 2, kinds), (23, 1, kinds)]
+    assert [line.count("epoch, final") for line in ask("list", tmp_path / "run")[1:4]] == [1, 1, 1]
+    assert [asked_json("show", tmp_path / "run", "--step", step)["kinds"] for step in ("23", "30", "46")] == [kinds] * 3
     assert any(line.split() == ["epoch", "2"] for line in ask("show", tmp_path / "run", "--step", 46))

@@ -174,7 +174,7 @@ def test_a_run_that_does_not_train_and_a_node_that_it_lacks(tmp_path: Path) -> N
     (lacking,) = ask(tmp_path, [(80, ["drop", ".", "laba"])])
     assert [answer.err for answer in (*begun, ended, lacking)] == [
         "hetseq top: . has not started, as its status/ has no rank and no launcher uses it: expected a run that has;"
-        " start it with `hetseq train --save-dir .` [run-not-training]\n",
+        " start it with `hetseq train --config config.yaml` [run-not-training]\n",
         "hetseq drop: . has not started, as its status/ has no living rank: expected a run in progress; `hetseq top .`"
         " shows its state [run-not-training]\n",
         "hetseq drop: . has ended, as its status/ has no living rank: expected a run in progress; `hetseq top .` shows"

@@ -579,3 +579,10 @@ def test_a_directory_without_ranks_or_launcher_is_refused(tmp_path: Path) -> Non
     (tmp_path / ".lock").write_text("")
     with pytest.raises(ConfigError, match="has not started, as its status/ has no rank and no launcher uses it"):
         run([str(tmp_path), "--once"], print)
+
+
+def test_a_run_that_was_interrupted_before_its_first_step_is_started_with_its_own_options(tmp_path: Path) -> None:
+    launched(tmp_path)
+    (tmp_path / ".lock").write_text("")
+    with pytest.raises(ConfigError, match=f"start it with `hetseq train --config {tmp_path}/config.yaml` "):
+        run([str(tmp_path), "--once"], print)

@@ -39,6 +39,7 @@ RANKS_OF_OTHERS = "hetseq/nebula/ranks.py"
 MAY_READ_ENVIRONMENT = (
     "hetseq/launch/launch.py",
     "hetseq/launch/worker_processes.py",
+    "hetseq/system/started_by.py",
     "hetseq/nebula/memory_budget.py",
     "hetseq/commands/doctor/collect.py",
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hetseq.cluster.rendezvous.meet import OtherNodes
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.launch import launch
@@ -24,11 +25,13 @@ from hetseq.launch.environments import (
     UnreadableError,
     choose,
     leaves_room,
+    other_nodes,
     seconds_to_stop,
     see,
 )
 from hetseq.launch.environments.node_list import expand_counts, expand_hosts
 from hetseq.system.processes import STOP_SIGNALS, ringing_on_signals
+from hetseq.system.started_by import SSH
 
 RECORDINGS = sorted((Path(__file__).parents[2] / "environments").glob("*.json"))
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "n[1-2]"}
@@ -389,3 +392,18 @@ def test_an_interface_that_the_environment_names_is_used_if_there_is_one_and_nob
     assert [launch._interface(found) for found in (there, elsewhere, None)] == ["lo", None, None]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert launch._interface(there) == "ib0"
+
+
+@pytest.mark.parametrize(
+    ("environment", "started_by", "others"),
+    [
+        ({}, "", OtherNodes("hetseq train")),
+        (PAIR, "", OtherNodes("hetseq train", 30.0)),
+        ({}, SSH, OtherNodes("", 30.0)),
+    ],
+)
+def test_who_starts_the_other_nodes_decides_what_is_said_of_missing_ones(
+    environment: dict[str, str], started_by: str, others: OtherNodes
+) -> None:
+    found = see(look(environment))
+    assert other_nodes("hetseq train", found, started_by) == others

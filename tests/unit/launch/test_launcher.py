@@ -17,6 +17,7 @@ from hetseq.cluster.membership.assignment import Assignment
 from hetseq.cluster.membership.coordinator_client import Member
 from hetseq.cluster.membership.run_directory_discovery import leave_mark
 from hetseq.cluster.rendezvous.channel import ChannelClosed
+from hetseq.cluster.rendezvous.meet import OtherNodes
 from hetseq.config import parse
 from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.launch.launcher import Launcher, _CutShort, _Stopped
@@ -26,7 +27,7 @@ from hetseq.run_directory import RunDirectory
 
 def launcher(save_dir: Path | None) -> Launcher:
     words = [] if save_dir is None else ["--save-dir", str(save_dir)]
-    return Launcher(parse(["--cpu", *words]), ["cpu"], command="hetseq train")
+    return Launcher(parse(["--cpu", *words]), ["cpu"], others=OtherNodes("hetseq train"))
 
 
 def look(launcher: Launcher, run: Path) -> Any:

@@ -375,7 +375,7 @@ def test_runs_whose_steps_took_other_samples_are_not_compared_step_by_step(tmp_p
         for name, loss in (("a", 1.0), ("b", 2.0))
     )
     page = comparison_page(compare(one, other))
-    assert "may have taken different samples in the two runs: seed differs. If so" in page
+    assert "may have taken different samples in the two runs: --seed differs. If so" in page
     assert "more than rounding" not in page
 
 
@@ -384,7 +384,30 @@ def test_a_run_with_data_in_parts_took_other_samples(tmp_path: Path) -> None:
         hetseq.load_run(write_run(tmp_path / name, [step_row(1, 1.0)], config=CONFIG + f"data_by_host: {name}\n"))
         for name in ("true", "false")
     )
-    assert "different samples in the two runs: data_by_host differs. If so" in comparison_page(compare(one, other))
+    assert "different samples in the two runs: --data-by-host differs. If so" in comparison_page(compare(one, other))
+
+
+def test_options_that_differ_have_the_names_that_are_typed(tmp_path: Path) -> None:
+    one, other = (
+        hetseq.load_run(write_run(
+            tmp_path / number, [step_row(1)], config=CONFIG + f"distributed_gpus: {number}\nweight_decay: 0.{number}\n"
+        )) for number in "12"
+    )  # fmt: skip
+    page = comparison_page(compare(one, other))
+    assert re.findall(r"<td[^>]*>(--[a-z-]+)</td>", page) == ["--ranks", "--weight-decay"]
+
+
+@pytest.mark.parametrize("seconds", [0.6, 0.4])
+def test_each_bar_of_an_average_step_is_the_step(tmp_path: Path, seconds: float) -> None:
+    rows = [step_row(step, seconds=seconds + step / 100) for step in (1, 3)]
+    page = report_page(hetseq.load_run(write_run(tmp_path / "run", rows)))
+    chart = page[page.index("A step, rank by rank <span") :].partition("</figure>")[0]
+    parts = re.findall(r"<title>(rank \d)[^:]*: (\w+) ([\d.]+) ms</title>", chart)
+    for rank in ("rank 0", "rank 1"):
+        sizes = {kind: float(size) for name, kind, size in parts if name == rank}
+        assert sum(sizes.values()) == pytest.approx(1000 * seconds + 20, abs=1)
+        assert ("other" in sizes) == (seconds == 0.6)
+    assert chart.count(f">{1000 * seconds + 20:g} ms<") == 2
 
 
 @pytest.mark.parametrize(("batch", "is_other"), [("60", False), ("null", True)])
@@ -396,7 +419,7 @@ def test_micro_batches_make_other_steps_only_without_a_global_batch(
             tmp_path / size, [step_row(1)], config=CONFIG + f"global_batch_size: {batch}\nmax_sentences: {size}\n"
         )) for size in "12"
     )  # fmt: skip
-    assert ("max_sentences differs" in comparison_page(compare(one, other))) == is_other
+    assert ("--batch-size differs" in comparison_page(compare(one, other))) == is_other
 
 
 def test_steps_without_a_loss_are_in_common_all_the_same(tmp_path: Path) -> None:

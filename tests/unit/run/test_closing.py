@@ -87,3 +87,9 @@ def test_the_best_row_of_a_file_is_its_last_one(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)) + '\n{"best": tr')
     assert best_row(path) == {**BEST, "step": 30}
     assert best_row(tmp_path / "nothing") is None
+
+
+def test_a_run_of_a_demo_names_no_next_command() -> None:
+    config = config_of("--max-epoch", "2")
+    lines = closing_lines(config, ended(), step=30, start_s=1.0, best=BEST, is_demo=True)
+    assert [line.partition(":")[0] for line in lines] == ["done", "best"]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetseq import ConfigError, DataError
+from hetseq.run.loaded_task import load_material
 from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
 from hetseq.tasks.nn.huggingface import write_pretrained
 from hetseq.tasks.options import BertClassifyOptions
@@ -38,6 +39,18 @@ def task_of(name: str, tmp_path: Path, *words: str) -> Any:
     (data / "train.txt").write_text(labelled.TAGGED)
     (data / "train.csv").write_text(labelled.TEXTS)
     return labelled.make(name, data, list(words))
+
+
+def test_what_is_said_of_a_fresh_head_waits_until_a_run_begins_with_it(
+    start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    task = task_of("bert_ner", tmp_path, "--init-from", str(start), "--disable-validation")
+    material = load_material(task.config, torch.device("cpu"), task)
+    assert "initialised" not in caplog.text
+    unneeded, fresh = (record.getMessage() for record in material.start_notes)
+    assert unneeded.startswith(f"{start}: not needed: bert.pooler.dense.bias, ")
+    assert fresh == f"{start}: left as initialised: the head for labels"
 
 
 def change(path: Path, **values: Any) -> None:
