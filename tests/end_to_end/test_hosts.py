@@ -239,7 +239,7 @@ def test_a_node_is_dropped_by_its_name_and_ends_with_0(nodes: Nodes, lab: Lab) -
     head.signal(signal.SIGTERM)
     nodes.finish(head, timeout_s=20)
     assert not list((run / "status").glob("drop-*"))
-    with pytest.raises(ConfigError, match="not a run in progress"):
+    with pytest.raises(ConfigError, match="expected a run in progress"):
         drop([str(run), "labA"])
 
 

@@ -401,8 +401,12 @@ def repeat_lines(run: RecordedRun) -> Iterator[str]:
         keys = "join|distributed_init_method|distributed_rank|distributed_gpus|min_ranks|max_ranks"
         yield f"grep -vE '^({keys}):' {file} > one-device.yaml"
         file = "one-device.yaml"
-    words = [f"hetseq train --config {file}", "--ranks 1", f"--save-dir {other}"]
-    words += ["--distributed-world-size 1"] * bool(config.get("distributed_world_size"))
+    words, has_world = (
+        [f"hetseq train --config {file}", f"--save-dir {other}"],
+        bool(config.get("distributed_world_size")),
+    )
+    words += ["--ranks 1"] * (bool(config.get("distributed_gpus")) or not has_world)
+    words += ["--distributed-world-size 1"] * has_world
     words += ["--devices ''"] * bool(config.get("devices"))
     words += ["--throttle ''"] * bool(config.get("throttle"))
     words += ["--balance equal"] * (config.get("balance") not in ("auto", "equal", None))
