@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from hetseq.checkpoint.directory import scan
 from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, InferenceJob
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.step_commit import Wish
@@ -319,9 +320,12 @@ class _Life:
         controller = session.controller
         if controller.group.rank == 0:
             self._metrics.close()
-            best = self._metrics.best()
+            commits = scan(self._directory.checkpoints).commits
+            best_step = next((commit.identity.step for commit in commits if "best" in commit.kinds), None)
+            is_known = best_step is not None or self._config.checkpoint.no_save
             for line in closing_lines(
-                self._config, controller.state, step=session.last_step, start_s=start_s, best=best
+                self._config, controller.state, step=session.last_step, start_s=start_s,
+                best=self._metrics.best(best_step) if is_known else None, has_saved=bool(commits),
             ):  # fmt: skip
                 logger.info(line)
 
