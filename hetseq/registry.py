@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hetseq.errors import ConfigError, HetSeqError, TaskFileError
-from hetseq.system.module_names import bound_names
+from hetseq.system.module_names import USER_PREFIX, bound_names
 
 Thing = TypeVar("Thing")
 
@@ -66,7 +66,6 @@ _INCLUDED_CHECKS = {
     "mnist": "hetseq.tasks.early_checks:check_mnist",
 }
 _TASK_BASE = "hetseq.task:Task"
-_USER_PREFIX = "hetseq_user_"
 _FLAG = {"task": "--task", "optimizer": "--optimizer", "lr_scheduler": "--lr-scheduler"}
 _WORDS = {"task": "task", "optimizer": "optimizer", "lr_scheduler": "learning-rate schedule"}
 
@@ -303,7 +302,7 @@ def _file_of_module(name: str) -> str | None:
 def _place(thing: object) -> str:
     """The place of its definition, for an error: the module, or the user's file."""
     file, module = _file_of(thing), _module_of(thing)
-    place = file if file is not None and module.startswith(_USER_PREFIX) else module
+    place = file if file is not None and module.startswith(USER_PREFIX) else module
     return f"{place} ({getattr(thing, '__qualname__', thing)})"
 
 
@@ -400,7 +399,7 @@ def _load_file(path: Path) -> ModuleType:
     """Import a file by its path, once; its folder becomes importable, after everything that already is."""
     path = path.resolve()
     digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:12]
-    name = f"{_USER_PREFIX}{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
+    name = f"{USER_PREFIX}{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -20,19 +20,19 @@ from hetseq.checkpoint.arena import arena_bytes, check_memory, node_name
 from hetseq.checkpoint.async_save import Background
 from hetseq.checkpoint.bandwidth import better_weights
 from hetseq.checkpoint.context import CheckpointContext
-from hetseq.checkpoint.directory import scan, write_latest
+from hetseq.checkpoint.directory import attempt_name, scan, write_latest
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.leftover_memory import Remains, await_writers
 from hetseq.checkpoint.load import Load, Loaded
 from hetseq.checkpoint.memory_recovery import LeftState, believed, find_states
 from hetseq.checkpoint.publish import Place, Publisher
 from hetseq.checkpoint.rank_messages import Row, RowGroup, exchange, failure_row, first_failure
-from hetseq.checkpoint.records import Commit, Identity, check_state
+from hetseq.checkpoint.records import Commit, Identity, check_state, utc_text
 from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
 from hetseq.checkpoint.retention import Retention
 from hetseq.checkpoint.selection import describe
 from hetseq.checkpoint.snapshot import image_bytes
-from hetseq.checkpoint.sync_save import Layout, Save, SaveResult, lay_out, make_plan
+from hetseq.checkpoint.sync_save import Layout, Save, SaveResult, lay_out, make_plan, say
 from hetseq.checkpoint.verification import verify
 
 logger = logging.getLogger(__name__)
@@ -286,6 +286,16 @@ class CheckpointManager:
         """Wait for the current save, if there is one, and return its result. Every rank calls it."""
         return self._heed(self._background.finish(), self._nonce) if self._background is not None else None
 
+    def give_up(self, step: int, *, nonce: int, kinds: Sequence[str], error: str) -> SaveResult:
+        """Report a save that an earlier manager of this run began and did not finish; rank zero logs and notes it."""
+        result = SaveResult(self._setting.root / attempt_name(step, nonce), False, error, 0, 0.0, 0.0)
+        if self._setting.is_rank_zero:
+            say(result, step=step)
+            row = {"run": self._setting.run_id, "step": step, "tier": "persistent", "kinds": "+".join(kinds)}
+            now = utc_text(int(self._setting.clock()))
+            self._publisher.note({"time_utc": now, **row, "bytes": 0, "result": "failed", "error": error})
+        return result
+
     def close(self, *, has_failed: bool = False, is_hasty: bool = False) -> None:
         """Release memory and process. The next start completes the current save if it can. `is_hasty` is for ranks
         that continue and will repeat a save that is given up.
@@ -391,6 +401,12 @@ class CheckpointManager:
         """
         self._known = list(known)
         self._remains = Remains(self._setting.run_id, self._setting.run_directory)
+
+    def keep_best_until(self, step: int) -> None:
+        """Keep the best checkpoint of the steps until `step` for good; every rank, before the first save."""
+        place = self._setting.place
+        place = replace(place, retention=replace(place.retention, reset_step=step))
+        self._setting, self._publisher = replace(self._setting, place=place), Publisher(place)
 
     def newest_step(self) -> int:
         """The step of the newest checkpoint, or of a newer state in memory after it; 0: none. Rank zero, alone."""

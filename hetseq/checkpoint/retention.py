@@ -20,7 +20,8 @@ class Retention:
     """How many checkpoints of each kind are kept; -1 means all. `keep_every`: a number of steps, see `superseded`.
 
     With `keep_newest` this many and the best are kept, of any kind, and each new checkpoint is marked as `prunable`.
-    Those that are not marked were written by a start that kept more, and stay.
+    Those that are not marked were written by a start that kept more, and stay. The best metric was forgotten after step
+    `reset_step`, so the best checkpoint until then stays too: later ones are the best of another count.
     """
 
     keep_interval_updates: int = -1
@@ -28,6 +29,7 @@ class Retention:
     keep_timed: int = 2  # of the kinds time, final and signal together
     keep_every: int = 0
     keep_newest: int | None = None
+    reset_step: int = 0
 
     def __post_init__(self) -> None:
         for name in ("keep_interval_updates", "keep_last_epochs", "keep_timed"):
@@ -73,6 +75,12 @@ def superseded(commits: Sequence[Kept], retention: Retention, *, generation: int
         keep.update(index for index, commit in enumerate(commits) if not commit.is_prunable)
     if retention.keep_every:
         keep.update(index for index, commit in enumerate(commits) if commit.identity.step % retention.keep_every == 0)
+    of_before = (
+        index
+        for index, commit in enumerate(commits)
+        if "best" in commit.kinds and commit.identity.step <= retention.reset_step
+    )
+    keep.update([*of_before][:1])
     for kinds, count in rules:
         matching = [index for index, commit in enumerate(commits) if kinds & set(commit.kinds)]
         keep.update(matching if count == -1 else matching[:count])

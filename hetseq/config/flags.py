@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from hetseq import registry
 from hetseq.config.fields import Found, Option, Reading
@@ -18,7 +18,7 @@ from hetseq.errors import ConfigError
 def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
     """The parsed words. Raises ConfigError for an invalid value, unless `--help` is among the words."""
     words, typed = _same_dashes(argv)
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     # Every value is optional to argparse, so that a missing one is reported in our words.
     kept: dict[str, Any] = {"action": _Remember, "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("--config", dest="config", **kept)
@@ -29,16 +29,21 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.section.__name__)
         groups[item.section].add_argument(*item.flags, dest=item.name, **kept)
-    values, unknown = parser.parse_known_args(_join_negative(words))
+    try:
+        values, unknown = parser.parse_known_args(_join_negative(words))
+    except argparse.ArgumentError as error:
+        raise ConfigError(_no_value_wanted(words, error.argument_name or "")) from None
     given = dict(vars(values))
     wants_all = given.pop("help_all", None) is not None
     wants_help = given.pop("help", None) is not None or wants_all
-    config_flag, config_file = given.pop("config", ("--config", ""))
+    config_flag, config_file = given.pop("config", [("--config", "")])[-1]
     if config_file is None and not wants_help:
         raise ConfigError(f"{config_flag} has no value: expected --config FILE")
     found: dict[str, Found] = {}
     refused: list[str] = []
-    for name, (spelling, text) in given.items():
+    for name, uses in given.items():
+        refused += _contradictions(uses, typed)
+        spelling, text = uses[-1]
         item, spelling = catalogue[name], typed.get(spelling, spelling)
         if text is None and item.kind is bool and not item.is_list:
             text = "true"
@@ -82,20 +87,32 @@ def _meant_by(word: str) -> str | None:
     return f"--task {task}" if task else None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 class _Remember(argparse.Action):
-    """Keep the flag together with its value: errors use the user's spelling."""
+    """Keep every use of a flag with its value: errors use the user's spelling."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         if self.dest == "config" and hasattr(namespace, "config"):
             raise ConfigError("--config is given twice: HetSeq reads one file, put the options together")
-        setattr(namespace, self.dest, (option_string, values))
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), (option_string, values)])
+
+
+def _contradictions(uses: Sequence[tuple[str, str | None]], typed: Mapping[str, str]) -> list[str]:
+    """The refusal of two spellings of one option with different values; of one spelling the last value counts."""
+    last = dict(uses)
+    if len(set(last.values())) < 2:
+        return []
+    said = " and ".join(f"{typed.get(spelling, spelling)} {text or ''}".rstrip() for spelling, text in last.items())
+    return [f"{said} are one option with two values: keep one of them"]
+
+
+def _no_value_wanted(words: Sequence[str], flags: str) -> str:
+    """The refusal of a word that argparse reads as a flag with a value that it does not take, as in -h-all."""
+    word = next((word for word in words if re.match(r"-h.", word)), None)
+    if word is None:
+        return f"{flags} takes no value"
+    return f"unknown option {word}: did you mean {registry.nearest(f'-{word}', ['--help', '--help-all']) or '--help'}?"
 
 
 def _read_flag(item: Option, spelling: str, text: str | None) -> Any:

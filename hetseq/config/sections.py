@@ -572,8 +572,8 @@ class CheckpointConfig:
 
     save_dir: str = node_option(
         "runs/mnist",
-        "the run directory; default: runs/ and the name of the task or of its class, as in runs/mnist; of `python"
-        " train.py`, as in 2020: checkpoints",
+        "the run directory; default: runs/ and the name of the task, of its class, or of its file if no class is"
+        " named, as in runs/mnist; of `python train.py`, as in 2020: checkpoints",
         metavar="DIR",
         basic=True,
     )
@@ -585,7 +585,9 @@ class CheckpointConfig:
     )
     reset_dataloader: bool = option(False, "on restore: begin the data anew; allows another seed and global batch")
     reset_lr_scheduler: bool = option(False, "on restore: begin the learning-rate schedule anew")
-    reset_meters: bool = option(False, "on restore: forget the best metric so far")
+    reset_meters: bool = option(
+        False, "on restore: forget the best metric so far, the task's own state and its learning_rate_factor"
+    )
     reset_optimizer: bool = option(False, "on restore: begin with a fresh optimizer; allows another one")
     optimizer_overrides: str = option(
         "{}", "on restore: optimizer settings to change, as in \"{'eps': 1e-6}\"", metavar="DICT"

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hetseq.checkpoint.directory import scan
 from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, InferenceJob
 from hetseq.cluster.membership.decide import Record
 from hetseq.cluster.membership.step_commit import Wish
@@ -43,7 +44,7 @@ from hetseq.monitor.versions import gather_versions
 from hetseq.run import inference as sweep
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.checkpointing import Saver
-from hetseq.run.closing import closing_lines
+from hetseq.run.closing import Kind, closing_lines
 from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.regroup import KeptState, succession_by
@@ -256,10 +257,14 @@ class RankLife:
         controller = session.controller
         if controller.group.rank == 0:
             self._metrics.close()
-            best = self._metrics.best()
+            commits = scan(self._directory.checkpoints).commits
+            best_step = next((commit.identity.step for commit in commits if "best" in commit.kinds), None)
+            is_known = best_step is not None or self._config.checkpoint.no_save
+            kind = Kind.SCRIPT if self._material.own_loop is not None else Kind.TASK
             for line in closing_lines(
-                self._config, controller.state, step=session.last_step, start_s=start_s, best=best,
-                is_script=self._material.own_loop is not None, is_demo=started_by() == DEMO,
+                self._config, controller.state, step=session.last_step, start_s=start_s,
+                best=self._metrics.best(best_step) if is_known else None, has_saved=bool(commits),
+                kind=Kind.DEMO if started_by() == DEMO else kind,
             ):  # fmt: skip
                 logger.info(line)
 

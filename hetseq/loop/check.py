@@ -57,6 +57,9 @@ class Check:
         closing, reducer = self._closing, self._replica.reducer
         with closing:
             closing.enter_context(reducer.without_sending())
+            computer = self._question.computer
+            closing.callback(setattr, computer, "loss_scale", computer.loss_scale)
+            computer.loss_scale = 1.0  # that of fp16 may still be too large
             for module in self._modules:  # dropout off, and no batch norm learns from these passes
                 for part in module.modules():
                     closing.callback(setattr, part, "training", part.training)
@@ -85,6 +88,11 @@ class Check:
         if not self._found:
             return
         (sums, whole), (_, again), (_, redrawn), (more, halves) = self._found
+        if not all(bool(gradient.isfinite().all()) for _, found in self._found for gradient in found.values()):
+            logger.log(
+                self._level, "the loop is not checked, since the gradient of its first micro-batch is not finite"
+            )
+            return
         precision = self._question.computer.precision
         limit = _FINE if precision.storage == torch.float64 else _SINGLE if precision.eps <= _EPS else _ROUGH
         apart, name = _farthest(whole, again)

@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 _MOST_RANKS_IN_FILE = 64  # with more, only every tenth step has the numbers of each rank
 _THINNING = 10
 _REMEMBERED = 20
+_LOOK_S = 0.2
 _CLOSE_DEADLINE_S = 10.0
 
 
@@ -149,10 +150,13 @@ class Metrics:
                 if row_key(row) not in there:
                     (self._recorder.step if "loss" in row else self._recorder.validation)(row)
 
-    def best(self) -> Row | None:
-        """The row of the best validation, of this start or of earlier ones; None if there is none."""
+    def best(self, step: int | None = None) -> Row | None:
+        """The row of the best validation, of this start or of earlier ones, or of the one after `step`; None if there
+        is none."""
         directory = self._recording.directory
-        return self._best if self._best is not None or directory is None else best_row(directory.metrics)
+        if self._best is not None and step in (None, self._best["step"]):
+            return self._best
+        return best_row(directory.metrics, step) if directory is not None else None
 
     def saving(self, progress: tuple[int, float] | None) -> None:
         """Show the progress (step, 0 to 1) of a save from the next step on; None: no save is in progress."""
@@ -215,15 +219,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [rows[key] for key in sorted(rows)]
 
 
-def best_row(path: Path) -> Row | None:
-    """The newest row of a `metrics.jsonl` that is marked as the best validation; None if there is none."""
+def best_row(path: Path, step: int | None = None) -> Row | None:
+    """The newest row of a `metrics.jsonl` that is marked as the best validation, or that of `step`; None if there is
+    none."""
     found = None
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:
             if b'"best"' in line:  # few lines are validations, and parsing is slow
                 with contextlib.suppress(ValueError):
                     row = json.loads(line)
-                    found = row if row.get("best") else found
+                    found = row if row.get("best") and step in (None, row["step"]) else found
     return found
 
 
@@ -334,7 +339,8 @@ class _Recorder:
         is_last = False
         while not is_last:
             with self._wakeup:
-                self._wakeup.wait_for(lambda: self._waiting or self._is_closing)
+                # while TensorBoard is opened, look whether it is, or rows would not be shown before the next one
+                self._wakeup.wait_for(lambda: self._waiting or self._is_closing, None if opening is None else _LOOK_S)
                 batch, is_last = list(self._waiting), self._is_closing
                 self._waiting.clear()
                 self._waiting_bytes = 0

@@ -26,7 +26,7 @@ from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.monitor.step_time import account
-from hetseq.run.checkpointing import Saved, Saver, draw_nonce
+from hetseq.run.checkpointing import Saved, Saver, Underway, draw_nonce
 from hetseq.run.regroup import PendingWork
 from hetseq.run.step_watch import StepWatch
 from hetseq.run.task_hooks import TaskHooks
@@ -152,7 +152,7 @@ class AfterStep:
         self._report(result, due.row)
         self._watch.see(result)
         self._saver.prepare_early()
-        self._tell(self._saver.go_on(is_anyone_writing=outcome.writing, failed=outcome.failed))
+        self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
         is_stopping = bool(outcome.wish & Wish.STOP)
         is_saved = self._follow_up(
             controller, due, shares=result.plan.shares, is_stopping=is_stopping, ends_run=ends_run
@@ -180,16 +180,31 @@ class AfterStep:
         equal = (1,) * group.world_size
         self._follow_up(controller, due, shares=equal, is_stopping=False, ends_run=ends_run)
 
+    def take_over(self, owed: Underway | None, state: TrainingState, due: PendingWork | None) -> None:
+        """Owe the save that the previous generation gave up, or report that its state is gone. Every rank calls it."""
+        is_repeated = owed is not None and due is not None and due.step == owed.step
+        self._tell(self._saver.take_over(owed, state, is_repeated=is_repeated))
+
+    def save_owed(self, controller: Controller) -> None:
+        """Begin again the save that the previous generation gave up, if this is its state. Every rank calls it."""
+        if kinds := self._saver.kinds_owed(controller.state):
+            self._save(controller, kinds, is_last=False)
+
     def save_now(self, controller: Controller) -> None:
         """Save the state between two steps, and wait for it. Every rank calls it."""
-        nonce = int(controller.group.all_gather_rows(np.array([draw_nonce()], np.int64))[0, 0])
-        self._saver.settle()
         kinds = self._saver.kinds_due(
             controller.state, epoch_ended=None, is_best=False, is_overdue=False, is_stopping=True, ends_run=False
         )  # fmt: skip
         if kinds:
-            rows = self._metrics.last_rows()
-            self._tell(self._saver.save(controller.state, nonce=nonce, kinds=kinds, is_last=True, rows=rows))
+            self._save(controller, [*self._saver.kinds_owed(controller.state), *kinds], is_last=True)
+
+    def _save(self, controller: Controller, kinds: list[str], *, is_last: bool) -> None:
+        """Save the state between two steps. Every rank calls it."""
+        nonce = int(controller.group.all_gather_rows(np.array([draw_nonce()], np.int64))[0, 0])
+        self._saver.settle()
+        rows = self._metrics.last_rows()
+        with controller.patience_for(samples=0), amid(Phase.SAVING, Phase.BOUNDARY):
+            self._tell(self._saver.save(controller.state, nonce=nonce, kinds=kinds, is_last=is_last, rows=rows))
 
     def _follow_up(
         self, controller: Controller, due: PendingWork, *, shares: tuple[int, ...], is_stopping: bool, ends_run: bool
@@ -234,12 +249,12 @@ class AfterStep:
             self._tell(saves)
         elif ends_run or is_stopping:
             with amid(Phase.SAVING, Phase.BOUNDARY):
-                self._tell(self._saver.finish())
+                self._tell(self._saver.finish(state))
         return bool(kinds) or ends_run or is_stopping
 
-    def finish(self) -> None:
+    def finish(self, controller: Controller) -> None:
         """Wait for a checkpoint that is under way, and report it. Every rank calls it."""
-        self._tell(self._saver.finish())
+        self._tell(self._saver.finish(controller.state))
 
     def _report(self, result: StepResult, row: Mapping[str, Any]) -> None:
         plan = result.plan

@@ -32,7 +32,7 @@ from hetseq.config.sections import (
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
-from hetseq.errors import CheckpointMismatch, ConfigError, TaskError, few
+from hetseq.errors import ConfigError, TaskError, few
 from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
@@ -48,7 +48,7 @@ from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
 from hetseq.run.recipe import recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
-from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
+from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, nothing_to_do, open_checkpoints, resume
 from hetseq.run.session import Session
 from hetseq.run.start_notes import log_again
 from hetseq.run.step_watch import StepWatch
@@ -234,6 +234,8 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
         before=job.carried.saver if job.carried is not None else None,
     )  # fmt: skip
     undo.callback(saver.close)
+    if "meters" in state.resets:
+        manager.keep_best_until(state.resets["meters"])
     return Start(state, provenance, saver, parts, inherited, beginning)
 
 
@@ -330,12 +332,15 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
     """Record this start in the run directory, now that no check can fail any more. Collective."""
     beginning, inherited = start.beginning, start.inherited
     if beginning is not None and not beginning.is_own and controller.has_ended():
-        _refuse_to_do_nothing(job.config.checkpoint, start.state)
+        raise nothing_to_do(job.config.checkpoint, start.state)
     if beginning is not None:
         begin_from(beginning, job.directory, start.saver, job.directory_group, metrics=job.metrics)
     if inherited is not None:
-        start.saver.last_step, start.saver.is_owing = inherited.last_saved, inherited.owes
+        start.saver.last_step, start.saver.best = inherited.last_saved, inherited.best
         job.metrics.complete(inherited.rows)
+        reports.boundary.take_over(inherited.owed, start.state, inherited.due)
+    else:
+        start.saver.best = start.state.best
     if reports.replicas is not None and job.is_first:
         reports.replicas.check(start.state.position.step - 1, (1,) * job.group.world_size)
 
@@ -447,7 +452,7 @@ def _provenance(
         shuffle_block=config.data.shuffle_block,
         vocabulary=getattr(material.train, "vocabulary_digest", None),
         parts=None if parts is None else text_of(parts),
-        recipe=recipe_of(config.optimization),
+        recipe=recipe_of(config.optimization, material.task),
     )
 
 
@@ -482,15 +487,6 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
         )
     for group in optimizer.param_groups:
         group.update(overrides)
-
-
-def _refuse_to_do_nothing(config: CheckpointConfig, state: TrainingState) -> None:
-    """Raise CheckpointMismatch for a run that begins at the end of another one and would end there too."""
-    raise CheckpointMismatch(
-        f"--resume {config.restore_file} has made {state.updates} updates and is in epoch {state.position.epoch},"
-        " where this command would end before its first step: ask for more with --max-update or --max-epoch, or count"
-        " updates anew with --reset-lr-scheduler and epochs with --reset-dataloader"
-    )
 
 
 def _num_workers(asked: int, device: torch.device) -> int:

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,19 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class Underway:
+    """A save that has begun: step and best metric of its state, why it is saved, and the name of the checkpoint.
+
+    Without `kinds` it was given up, and a checkpoint of any later step makes up for it.
+    """
+
+    step: int
+    kinds: list[str]
+    best: float | None
+    nonce: int
+
+
+@dataclass(frozen=True)
 class Saved:
     """The end of a save of the state after `step`; `result` belongs to this rank's directory."""
 
@@ -92,25 +105,26 @@ class Saver:
         self._kept_s: float | None = None  # when a state was last kept in memory
         self._is_prepared = False
         self._has_said_too_large = False
-        self._underway: tuple[int, list[str]] | None = None  # step and kinds; the same on all ranks
+        self._underway: Underway | None = None  # the same on all ranks
         self._result: SaveResult | None = None  # of the save under way in this rank's directory, once known
         self._hook = replica.optimizer.register_step_pre_hook(self._before_update)
-        self.is_owing = False  # a checkpoint, because the previous one was given up
+        self.owed: Underway | None = None  # the previous generation gave it up
+        self.best: float | None = None  # metric of the best checkpoint, as far as this rank knows
         self.last_step = 0  # the newest step that some directory group has committed, or that was resumed from
         self.last_error: str | None = None  # of the last save into the directory of this rank
         #: step and reason of each save that failed there
         self.failures: list[tuple[int, str]] = [] if before is None else before.failures
 
     @property
-    def owes(self) -> bool:
-        """Whether a save was under way when the generation ended, with its result unknown on every rank."""
-        return self._underway is not None or self.is_owing
+    def owes(self) -> Underway | None:
+        """The save that was under way when the generation ended, with its result unknown on every rank."""
+        return self._underway or self.owed
 
     def is_overdue(self) -> bool:
         """Rank zero's clock: --persistent-time-interval has passed since the last save, which is over."""
         interval = self._config.persistent_time_interval
         is_free = self._underway is None and not self._config.no_save
-        if self.is_owing and is_free:
+        if self.owed is not None and is_free:
             return True
         return bool(interval) and is_free and self._now() - self._last_s >= interval
 
@@ -175,7 +189,7 @@ class Saver:
         """Step of the save under way and how much of this rank's part is written, from 0 to 1; None: there is none."""
         if self._underway is None:
             return None
-        return self._underway[0], self._manager.share
+        return self._underway.step, self._manager.share
 
     def prepare_early(self) -> None:
         """Allocate the memory for a large state before it is needed; after each step, collective the first time.
@@ -195,21 +209,22 @@ class Saver:
 
         Returns the saves that are over now, with `is_last` including this one. A failure on this rank is in its result.
         """
-        over = self.finish()
+        over = self.finish(state)
         tensors, numbers = self._content()
         if not is_last and not self._is_prepared:
             self._prepare(tensors)
-        identity, step = self._identity(state), state.position.step - 1
+        identity = self._identity(state)
         self._lend_patience()
-        self._underway, self._result, self.is_owing = (step, kinds), None, False
+        self._underway = Underway(identity.step, kinds, state.best, nonce)
+        self._result = self.owed = None
         result = self._manager.begin(
             tensors, self._describe(state, numbers, rows), identity=identity, nonce=nonce, kinds=kinds,
             at_once=self._replica.changed_by_forward(),
         )  # fmt: skip
         faults.point("snapshot")
         self._last_s = self._now()
-        over += self._take(result)
-        return over + self.finish() if is_last else over
+        over += self._take(result, state)
+        return over + self.finish(state) if is_last else over
 
     def keep(self, state: TrainingState, *, nonce: int, rows: Rows = ()) -> None:
         """Copy the state to the memory of the nodes, where it survives a kill; once all ranks were sealed. Collective.
@@ -237,7 +252,46 @@ class Saver:
     def _identity(self, state: TrainingState) -> Identity:
         return Identity(step=state.position.step - 1, generation=self._generation, lineage=str(state.lineage))
 
-    def go_on(self, *, is_anyone_writing: bool, failed: Sequence[int] = ()) -> list[Saved]:
+    def take_over(self, owed: Underway | None, state: TrainingState, *, is_repeated: bool) -> list[Saved]:
+        """Owe a save that the previous generation gave up, and report it if its state is gone. Collective.
+
+        `is_repeated`: the work after its step is about to be done again.
+        """
+        self.owed = owed
+        if owed is None or not owed.kinds or is_repeated or owed.step == state.position.step - 1:
+            return []
+        self.owed = replace(owed, kinds=[])
+        commits = self._manager.list() if self.writes_here else []
+        is_there = any(commit.attempt.nonce == owed.nonce for commit in commits)
+        if self._sharing.gather([is_there])[:, 0].any():  # the ranks that knew of it are gone
+            if "best" in owed.kinds:
+                self.best = owed.best
+            return []
+        error = "given up: a rank was lost while it was written"
+        result = self._manager.give_up(owed.step, nonce=owed.nonce, kinds=owed.kinds, error=error)
+        self._forget_best(owed, state, error)
+        return [Saved(owed.step, owed.kinds, result)]
+
+    def kinds_owed(self, state: TrainingState) -> list[str]:
+        """Why a save was begun that the previous generation gave up; empty unless `state` is still that of its step."""
+        is_there = self.owed is not None and self.owed.step == state.position.step - 1
+        return list(self.owed.kinds) if self.owed is not None and is_there else []
+
+    def _forget_best(self, lost: Underway, state: TrainingState, error: str) -> None:
+        """The best metric is again that of the best checkpoint that exists, since the better one was not written."""
+        if "best" not in lost.kinds or state.best != lost.best:  # a still better state is being saved
+            return
+        state.best = self.best
+        logger.log(
+            logging.WARNING if self._sharing.whole.rank == 0 else logging.INFO,
+            "the best checkpoint, of step %d, is lost (%s): %s", lost.step, error,
+            "the next validation is saved as the best" if self.best is None
+            else f"--resume best means the one before, and the next validation better than {self.best:.6g} is saved",
+        )  # fmt: skip
+
+    def go_on(
+        self, state: TrainingState, *, is_anyone_writing: bool, failed: Sequence[int] = ()
+    ) -> list[Saved]:  # fmt: skip
         """After each step: advance the save under way, unless a rank still writes. Collective.
 
         The parts of the ranks `failed` have failed: the other ranks of their run directory abandon theirs.
@@ -247,14 +301,14 @@ class Saver:
         if self._underway is None or is_anyone_writing:
             return []
         self._lend_patience()
-        return self._take(self._manager.go_on() if self._manager.is_underway else None)
+        return self._take(self._manager.go_on() if self._manager.is_underway else None, state)
 
-    def finish(self) -> list[Saved]:
+    def finish(self, state: TrainingState) -> list[Saved]:
         """Wait for the end of the save under way, if there is one. Collective."""
         if self._underway is None:
             return []
         self._lend_patience()
-        return self._take(self._manager.finish() if self._manager.is_underway else None)
+        return self._take(self._manager.finish() if self._manager.is_underway else None, state)
 
     def close(self, *, has_failed: bool = False, is_hasty: bool = False) -> None:
         """Release memory and processes. The writers finish the save under way if they can; with `is_hasty` it does not
@@ -265,7 +319,7 @@ class Saver:
         self._hook.remove()
         self._manager.close(has_failed=has_failed, is_hasty=is_hasty)
 
-    def _take(self, result: SaveResult | None) -> list[Saved]:
+    def _take(self, result: SaveResult | None, state: TrainingState) -> list[Saved]:
         """The save under way, once it is over in every directory; `result`: it just ended in this one. Collective."""
         self._result = self._result or result
         own = self._result
@@ -278,13 +332,16 @@ class Saver:
             return []
         assert own is not None
         assert self._underway is not None
-        (step, kinds), self._underway = self._underway, None
+        save, self._underway = self._underway, None
         self.last_error = own.error
         if own.error is not None:
-            self.failures.append((step, own.error))
+            self.failures.append((save.step, own.error))
         if has_committed:
-            self.last_step = step
-        return [Saved(step, kinds, own)]
+            self.last_step = save.step
+            self.best = save.best if "best" in save.kinds else self.best
+        else:
+            self._forget_best(save, state, own.error or "it was not committed")
+        return [Saved(save.step, save.kinds, own)]
 
     def _content(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """The saved part of the replica: tensors by name, live, and the optimizer's numbers, unless left out."""

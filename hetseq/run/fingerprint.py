@@ -110,8 +110,9 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
         if (vocabulary := getattr(train, "vocabulary_digest", None)) is not None:
             fields[f"vocabulary of {config.data.train_subset}"] = str(vocabulary)
         for split, dataset in splits.items():
+            name = TRAINING_DATA if dataset is train else split
             fields[f"length of {split}"] = f"{len(dataset)} samples"
-            fields[f"samples of {split}"] = _content(dataset, seed, lambda: now() > deadline_s)
+            fields[f"samples of {split}"] = _content(dataset, seed, lambda: now() > deadline_s, name)
             if hasattr(dataset, "files"):
                 fields[f"files of {split}"] = _data_files(dataset)
     return fields
@@ -277,14 +278,14 @@ def _order_fields(train: Any, config: Config) -> Fields:
     return fields
 
 
-def _content(dataset: Any, seed: int, is_late: Callable[[], bool]) -> str:
-    """A few samples, an entry each, or the reason why they cannot be compared."""
+def _content(dataset: Any, seed: int, is_late: Callable[[], bool], name: str) -> str:
+    """A few samples, an entry each, or the reason why they cannot be compared; `name` is that of the data in errors."""
     entries: list[str] = []
     skipped, told = set[str](), 0
     for index in _spread(len(dataset)):
         if len(entries) > 1 and is_late():
             break
-        first, second = (_read(dataset, index, seed) for _ in range(2))
+        first, second = (_read(dataset, index, seed, name) for _ in range(2))
         entry = f"sample {index}: {first.text()}"
         if not is_same_sample(entry, f"sample {index}: {second.text()}"):
             return f"{NOT_COMPARED}: sample {index} differed when it was read again with the same seed"
@@ -296,10 +297,10 @@ def _content(dataset: Any, seed: int, is_late: Callable[[], bool]) -> str:
     return listed(entries)
 
 
-def _read(dataset: Any, index: int, seed: int) -> _Reading:
+def _read(dataset: Any, index: int, seed: int, name: str) -> _Reading:
     seed_everything(derive_seed(seed, 1, index))
     read = functools.partial(_sample, dataset)
-    sample = noted(read, samples_in_words([index], TRAINING_DATA))(index)
+    sample = noted(read, samples_in_words([index], name))(index)
     reading = _Reading()
     reading.take(sample, "")
     return reading
@@ -313,7 +314,7 @@ def _exact_content(dataset: Any, seed: int) -> str:
     """A digest of a few samples to the last bit, which only the same kind of machine reproduces."""
     whole = hashlib.sha256()
     for index in _spread(len(dataset)):
-        first, second = (_read(dataset, index, seed) for _ in range(2))
+        first, second = (_read(dataset, index, seed, TRAINING_DATA) for _ in range(2))
         if not first.leaves or first.exact() != second.exact():
             why = "differed when it was read again" if first.leaves else "is made of objects of unknown kinds"
             raise DataError(

@@ -7,6 +7,8 @@ A checkpoint keeps them, so that a resume can log which ones changed. Options th
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,20 +21,31 @@ _LEFT_OUT = (
 )  # fmt: skip
 
 
-def recipe_of(config: OptimizationConfig) -> dict[str, Any]:
-    """The options by their names, as JSON has them; the learning rate as used."""
+_TASK_FILE = "task_file"  # no option, and compared like one: another file may have a task of the same name
+
+
+def recipe_of(config: OptimizationConfig, task: object = None) -> dict[str, Any]:
+    """The options by their names, as JSON has them; the learning rate as used; and where the class of `task` is."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _LEFT_OUT}
     values["lr"] = learning_rates(config)
+    if task is not None:
+        values[_TASK_FILE] = _file_of(type(task).__module__)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The options that changed, in words; an option that only one side knows is left out."""
     return [
-        f"{flag(name)} {_text(before[name])} -> {_text(value)}"
+        f"{'task file' if name == _TASK_FILE else flag(name)} {_text(before[name])} -> {_text(value)}"
         for name, value in now.items()
         if name in before and before[name] != value
     ]
+
+
+def _file_of(module: str) -> str:
+    """The path of a user's module; the name of one of HetSeq's own, which another installation has elsewhere."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module if file is None or module.partition(".")[0] == "hetseq" else os.path.abspath(file)
 
 
 def _text(value: Any) -> str:

@@ -24,7 +24,7 @@ from hetseq.cluster.membership.decide import Record
 from hetseq.comm.directory_groups import DirectoryGroups, send_bytes
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.parallel.replica import Replica
-from hetseq.run.checkpointing import Provenance, Saver, batch_record, describe, read_state, saved_batch
+from hetseq.run.checkpointing import Provenance, Saver, Underway, batch_record, describe, read_state, saved_batch
 from hetseq.run.state_transfer import send_checkpoint
 from hetseq.system import faults
 from hetseq.training.controller import TrainingState
@@ -95,7 +95,8 @@ class StartState:
     due: PendingWork | None
     rows: tuple[Row, ...]
     last_saved: int
-    owes: bool  # a checkpoint
+    owed: Underway | None  # a save that the previous generation gave up
+    best: float | None  # metric of the best checkpoint
     known: tuple[int, ...]  # commits that the state follows
 
 
@@ -112,10 +113,11 @@ def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sha
     if succession.record.fresh:
         state = _send_state(succession, replica, provenance, sharing, state)
     due = PendingWork(**told["due"]) if told["due"] is not None else None
-    if due is not None:
-        state.best = due.best  # validation finds the new value again
-    rows = tuple(told["rows"])
-    return StartState(state, provenance, due, rows, told["last_saved"], told["owes"], tuple(told["known"]))
+    # validation finds the new value again
+    state.best = told["best_in_state"] if due is None else due.best
+    rows, known = tuple(told["rows"]), tuple(told["known"])
+    owed = Underway(**told["owed"]) if told["owed"] is not None else None
+    return StartState(state, provenance, due, rows, told["last_saved"], owed, told["best"], known)
 
 
 def _words(carried: KeptState | None) -> str:
@@ -127,7 +129,9 @@ def _words(carried: KeptState | None) -> str:
             "due": None if carried.due is None else asdict(carried.due),
             "rows": carried.rows,
             "last_saved": carried.saver.last_step,
-            "owes": carried.saver.owes,
+            "owed": None if carried.saver.owes is None else asdict(carried.saver.owes),
+            "best": carried.saver.best,
+            "best_in_state": carried.state.best,
             "known": carried.saver.known,
             "global_batch": batch_record(carried.provenance.batch),
             "samples": carried.provenance.samples,

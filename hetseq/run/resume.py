@@ -79,13 +79,14 @@ def open_checkpoints(
     retention = retention_of(config, directory.checkpoints, has_end=has_end)
     if known is None and retention.keep_newest is not None and not config.no_save:
         logger.info(
-            "the newest %d checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps all",
+            "the newest %d checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps those of all"
+            " epochs",
             retention.keep_newest,
         )
     elif not has_end and known is None and config.keep_last_epochs is None and retention.keep_last_epochs > 0:
         logger.info(
             "of its checkpoints the best one and the newest %d of epochs stay, as it has no end; --keep-last-epochs -1"
-            " keeps all", retention.keep_last_epochs,
+            " keeps those of all epochs", retention.keep_last_epochs,
         )  # fmt: skip
     manager = CheckpointManager(
         directory.path, run_id=directory.run_id, group=group, retention=retention,
@@ -356,8 +357,11 @@ def resume(
         replica.load_optimizer(loaded.tensors, saved["optimizer_numbers"] or {})
     state = read_state(saved)
     replica.task_state.step = loaded.identity.step
-    if "meters" not in resets and "task_state" in saved:  # not written before 2026-11
-        replica.task_state.load(loaded.tensors, saved["task_state"])
+    if "task_state" in saved:  # not written before 2026-11
+        if "meters" in resets:
+            _say_what_the_task_forgets(saved["task_state"])
+        else:
+            replica.task_state.load(loaded.tensors, saved["task_state"])
     if "dataloader" in resets:
         state.position = Position(state.position.step, 1, 0)
     if "lr_scheduler" in resets:
@@ -371,6 +375,16 @@ def resume(
     if changed := changes(saved.get("recipe", {}), here.recipe):  # not written before 2026-11
         logger.info("changed since step %d: %s", loaded.identity.step, ", ".join(changed))
     return state, here
+
+
+def _say_what_the_task_forgets(record: Mapping[str, Any]) -> None:
+    factor, forgets = record["learning_rate_factor"], []
+    if record["values"]:
+        forgets.append(f"its own state ({', '.join(record['values'])})")
+    if factor != 1:
+        forgets.append(f"its learning_rate_factor {factor:g}")
+    if forgets:
+        logger.info("--reset-meters: the task begins without %s", " and ".join(forgets))
 
 
 def _check_version(loaded: Loaded) -> None:
@@ -422,6 +436,27 @@ def _say_what_is_not_repeated(loaded: Loaded, config: CheckpointConfig, *, is_ow
             step,
             config.save_dir,
         )
+
+
+def nothing_to_do(config: CheckpointConfig, state: TrainingState) -> CheckpointMismatch:
+    """The refusal of a run that begins at the end of another one and would end there too."""
+    if state.ended_by_task:
+        return CheckpointMismatch(
+            f"--resume {config.restore_file}: the task's after_step ended that run with step {state.position.step - 1},"
+            " where this command would end before its first step: begin a new phase with --reset-meters, which forgets"
+            " that, the best metric and the task's own state"
+        )
+    anew = [
+        f"{counted} anew with {flag(name)}"
+        for name, counted in (("reset_lr_scheduler", "updates"), ("reset_dataloader", "epochs"))
+        if not getattr(config, name)
+    ]
+    or_else = f", or count {' and '.join(anew)}" if anew else ""
+    return CheckpointMismatch(
+        f"--resume {config.restore_file}, as this command takes it, has made {state.updates} updates and is in epoch"
+        f" {state.position.epoch}, where this command would end before its first step: ask for more with --max-update"
+        f" or --max-epoch, or for a smaller --min-lr{or_else}"
+    )
 
 
 def choose_batch(saved: Mapping[str, Any], asked: GlobalBatch, *, is_explicit: bool, resets_data: bool) -> GlobalBatch:

@@ -53,7 +53,7 @@ class Session:
         except (ReplicasDiffer, DisagreementError) as error:
             self._is_trusted = False
             if isinstance(error, ReplicasDiffer):
-                self.boundary.finish()
+                self.boundary.finish(self.controller)
             raise
         if halt is not Halt.CHANGING:
             word = {Halt.ENDED: "done", Halt.STOPPED: "stopped", Halt.LEAVING: "gone"}[halt]
@@ -67,6 +67,8 @@ class Session:
             with controller.patience_for(samples=0):
                 self.boundary.make_up(controller, self._due, ends_run=controller.has_ended())
             self._due = None
+        if not self._is_last:
+            self.boundary.save_owed(self.controller)
 
     def _stop_here(self) -> Halt:
         """Save the state as it is: too few ranks are left to continue."""

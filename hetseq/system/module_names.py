@@ -7,9 +7,12 @@ The one idea: what may be wrong is not told. A file that may bind names in a way
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+#: begins the name under which a user's file is imported, `<prefix><name of the file>_<12 digits of its path>`
+USER_PREFIX = "hetseq_user_"
 #: what a file may bind names with that stand nowhere in it
 _HIDDEN_WAYS = {"globals", "locals", "vars", "exec", "eval", "setattr", "__dict__", "modules", "__getattr__"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -23,6 +26,11 @@ class BoundNames:
     classes: tuple[str, ...]  # of these, by a class statement or by an import
     plain_classes: tuple[str, ...]  # of these, classes without a base or decorator, which nothing else binds
     may_have_more: bool  # names that its syntax does not show
+
+
+def as_its_user_knows_it(module: str) -> str:
+    """The name of a module; of a user's file that of the file."""
+    return re.sub(rf"^{USER_PREFIX}(.+)_[0-9a-f]{{12}}$", r"\1", module)
 
 
 def bound_names(module: ast.Module) -> BoundNames:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hetseq.errors import HetSeqError
+from hetseq.system.module_names import as_its_user_knows_it
 
 #: the first words of a summary
 FAILED = "your task failed: "
@@ -156,7 +157,7 @@ def _shown(filename: str) -> str:
 def _in_a_line(error: BaseException) -> str:
     """Class and text of an error, shortened to one line."""
     kind = type(error)
-    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{as_its_user_knows_it(kind.__module__)}."
     name = f"{module}{kind.__qualname__}"
     try:
         text = str(error).strip()

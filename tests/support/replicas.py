@@ -78,9 +78,11 @@ def everything(replica: Replica) -> dict[str, torch.Tensor]:
 HERE = Provenance("Toy", "AdamW", 7, "train", 100, 1, "fp32", GlobalBatch(10))
 
 
-def saved_run(path: Path, *, resets: dict[str, int] | None = None) -> tuple[Replica, RunDirectory]:
+def saved_run(
+    path: Path, *, resets: dict[str, int] | None = None, replica: Replica | None = None
+) -> tuple[Replica, RunDirectory]:
     """A replica, and a run directory with its checkpoint."""
-    replica, directory = trained(), RunDirectory(Path(prepared(path)))
+    replica, directory = replica or trained(), RunDirectory(Path(prepared(path)))
     config, sharing = _config(directory, ""), everything_shared(LocalGroup())
     manager = open_checkpoints(config, directory, sharing.group)
     saver, state = Saver(manager, config, HERE, replica, sharing=sharing), TrainingState()

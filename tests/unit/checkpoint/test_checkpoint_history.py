@@ -9,7 +9,7 @@ import pytest
 
 from hetseq.checkpoint import read_history
 from hetseq.checkpoint.history import COLUMNS, HISTORY_NAME, append_history
-from tests.support.checkpoints import save, together
+from tests.support.checkpoints import manager, save, together
 
 
 def test_every_save_has_its_line(tmp_path: Path) -> None:
@@ -67,3 +67,14 @@ def test_a_history_that_is_a_link_is_not_written(tmp_path: Path) -> None:
     (tmp_path / HISTORY_NAME).symlink_to(tmp_path / "victim")
     assert save(tmp_path, 1).ok
     assert (tmp_path / "victim").read_text() == "precious\n"
+
+
+def test_a_save_that_lost_ranks_gave_up_has_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = manager(tmp_path)
+    result = own.give_up(10, nonce=7, kinds=["interval", "best"], error="a rank was lost")
+    assert (result.ok, result.error, result.path.name) == (False, "a rank was lost", "step-000000010.0000000000000007")
+    (line,) = read_history(tmp_path / HISTORY_NAME)
+    assert (line["step"], line["kinds"], line["result"], line["error"]) == (
+        "10", "interval+best", "failed", "a rank was lost",
+    )  # fmt: skip
+    assert caplog.messages == ["checkpoint of step 10 failed, the older ones stay: a rank was lost"]

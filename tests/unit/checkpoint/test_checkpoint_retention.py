@@ -88,6 +88,33 @@ def test_only_a_start_under_this_rule_marks_its_checkpoints_and_deletes_them(tmp
     assert '"prunable"' not in (commits[-1].path / "state.json").read_text()  # the format of before
 
 
+@pytest.mark.parametrize(
+    ("commits", "stay"),
+    [
+        ([(1, "best"), (2, "best"), (4, "best"), (5, "best"), (6, "time")], [2, 5, 6]),
+        ([(1, "best"), (2, "best"), (4, "time"), (5, "time"), (6, "time")], [2, 5, 6]),
+    ],
+)
+@pytest.mark.parametrize("keep_newest", [None, 2])
+def test_the_best_of_before_the_best_metric_was_forgotten_stays(
+    commits: list[tuple[int, str]], stay: list[int], keep_newest: int | None
+) -> None:
+    newest_first = [
+        Attempt("run", Identity(step, 0, LINEAGE), 0, tuple(kinds.split()), "", 1, True)
+        for step, kinds in sorted(commits)[::-1]
+    ]
+    goes = superseded(newest_first, Retention(keep_newest=keep_newest, reset_step=3), generation=0)
+    assert [newest_first[index].identity.step for index in range(len(commits)) if index not in goes][::-1] == stay
+
+
+def test_a_manager_keeps_the_best_of_before_for_good(tmp_path: Path) -> None:
+    for step in (1, 2, 4, 5):
+        own = manager(tmp_path, retention=Retention(keep_newest=1))
+        own.keep_best_until(3)
+        assert own.save({}, {}, identity=Identity(step, 0, LINEAGE), nonce=step, kinds=["best"]).ok
+    assert [commit.identity.step for commit in manager(tmp_path).list()] == [5, 2]
+
+
 def test_a_newer_generation_is_not_ours_to_delete() -> None:
     commits = [Attempt("run", Identity(step, 3, LINEAGE), 0, ("time",), "", 1) for step in (4, 3, 2, 1)]
     assert superseded(commits, Retention(), generation=2) == []

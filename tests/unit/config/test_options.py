@@ -225,8 +225,29 @@ def test_a_switch_may_say_false() -> None:
     assert refusal("--cpu", "maybe") == "--cpu maybe: expected true or false"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--batch-size 4 --max-sentences 8", "--batch-size 4 and --max-sentences 8 are one option with two values"),
+        ("--max_sentences 8 --batch-size=4", "--max_sentences 8 and --batch-size 4 are one option with two values"),
+    ],
+)
+def test_two_spellings_of_an_option_with_two_values_are_refused(words: str, told: str) -> None:
+    assert refusal(*words.split()) == f"{told}: keep one of them"
+    assert parse(["--batch-size", "4", "--max-sentences", "4"]).data.max_sentences == 4
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("-h-all", "unknown option -h-all: did you mean --help-all?"), ("--help=x", "--help/-h takes no value"),
+     ("--help-all=x", "--help-all takes no value")],
+)  # fmt: skip
+def test_a_value_where_none_is_taken_is_answered_in_our_words(word: str, told: str) -> None:
+    assert refusal(word) == told
+
+
 def test_of_a_flag_given_twice_the_last_wins() -> None:
-    assert parse(["--max-sentences", "8", "--batch_size", "16"]).data.max_sentences == 16
+    assert parse(["--batch-size", "8", "--batch_size", "16"]).data.max_sentences == 16
 
 
 def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:

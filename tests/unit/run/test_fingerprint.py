@@ -24,6 +24,7 @@ from hetseq.config.sections import Config, DataConfig, OptimizationConfig, TaskC
 from hetseq.errors import DataError, TaskFileError
 from hetseq.run import fingerprint
 from hetseq.run.fingerprint import data_digest, rank_fields
+from hetseq.system.task_failure import summary
 from hetseq.task import make_task
 from hetseq.tasks.mnist import load_mnist
 from hetseq.training.task_checks import LossTrial
@@ -722,3 +723,23 @@ def test_data_that_cannot_be_told_from_others_are_refused_with_data_by_host() ->
         DataError, match="Listed names no `files`, and its sample 0 is made of objects of unknown kinds"
     ):
         data_digest(Listed([object()]), 7)
+
+
+class Broken(list):  # type: ignore[type-arg]
+    """A data set whose last sample cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == len(self) - 1:
+            raise KeyError("label")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [({"data": Broken(rows())}, "the training data"), ({"valid": Broken(rows(9))}, "valid")],
+)
+def test_a_sample_that_cannot_be_read_is_named_with_its_split(parts: dict[str, Any], name: str) -> None:
+    with pytest.raises(KeyError) as caught:
+        presented(**parts)
+    count = len(next(iter(parts.values())))
+    assert f"sample {count - 1} of {name}: KeyError: 'label'" in (summary(caught.value) or "")

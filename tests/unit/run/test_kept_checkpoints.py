@@ -70,7 +70,10 @@ def test_without_an_option_about_saving_the_newest_two_and_the_best_stay(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "the newest 2 checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps all"),
+        (
+            [],
+            "2 checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps those of all epochs",
+        ),
         (["--max-epoch", "1"], "the newest 2 checkpoints of this run and the best one stay"),
         (["--save-interval", "2"], "the newest 2 of epochs stay, as it has no end"),
         (["--no-save"], ""),

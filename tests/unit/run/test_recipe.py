@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import OptimizationConfig
 from hetseq.run.recipe import changes, recipe_of
+from tests.support.toys import Integers
 from tests.support.training import prepared, toy_words, train
 
 
@@ -29,6 +31,17 @@ def test_what_is_another_one_now_is_named_with_both_values() -> None:
 def test_the_default_that_is_written_out_is_no_change() -> None:
     assert changes(stored(), recipe_of(OptimizationConfig(lr=(0.001,), max_epoch=3, min_lr=0.1))) == []
     assert changes({}, recipe_of(OptimizationConfig())) == [], "a checkpoint from before there was a recipe"
+
+
+def test_a_task_of_another_file_is_named_with_both_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, task = OptimizationConfig(), object.__new__(Integers)
+    before = recipe_of(options, task)
+    assert changes(before, recipe_of(options, task)) == []
+    here = str(before["task_file"])
+    assert here.endswith("/tests/support/toys.py")
+    monkeypatch.setattr(sys.modules[Integers.__module__], "__file__", "/elsewhere/toys.py")
+    assert changes(before, recipe_of(options, task)) == [f"task file {here} -> /elsewhere/toys.py"]
+    assert changes({}, recipe_of(options, task)) == [], "a checkpoint from before there was one"
 
 
 def test_a_resume_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.data.plan import GlobalBatch
+from hetseq.config import parse
+from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointMismatch
+from hetseq.parallel.task_state import TaskState
 from hetseq.run.checkpointing import Provenance
-from tests.support.replicas import HERE, Net, begun, everything, replica_of, resumed, saved_run
+from hetseq.run.resume import nothing_to_do
+from hetseq.training.controller import TrainingState
+from tests.support.replicas import HERE, Net, Stateless, begun, everything, replica_of, resumed, saved_run, trained
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -109,3 +114,56 @@ def test_a_reset_counts_as_done_once_a_later_step_was_saved(tmp_path: Path, step
     assert (beginning.loaded.tensors["model.plain"].data_ptr() == after.model.plain.data_ptr()) != is_done
     with pytest.raises(CheckpointMismatch) if is_done else nullcontext():
         resumed(directory, after, beginning, here=here, words="--reset-dataloader")
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "told"),
+    [
+        ("--reset-lr-scheduler --reset-dataloader", TrainingState(ended_by_task=True, position=Position(9, 1, 0)),
+         r"the task's after_step ended that run with step 8, .* begin a new phase with --reset-meters, which forgets"),
+        ("--reset-lr-scheduler", TrainingState(position=Position(9, 4, 0)),
+         r"made 0 updates and is in epoch 4, .* or count epochs anew with --reset-dataloader$"),
+        ("", TrainingState(updates=8, position=Position(9, 4, 0)),
+         r"made 8 updates .* or count updates anew with --reset-lr-scheduler and epochs anew with --reset-dataloader$"),
+        ("--reset-lr-scheduler --reset-dataloader", TrainingState(position=Position(9, 1, 0)),
+         r"ask for more with --max-update or --max-epoch, or for a smaller --min-lr$"),
+    ],
+)  # fmt: skip
+def test_a_second_phase_with_nothing_to_do_names_what_is_left_to_say(
+    words: str, state: TrainingState, told: str
+) -> None:
+    config = parse(["--resume", "runs/x", *words.split()]).checkpoint
+    with pytest.raises(CheckpointMismatch, match=told):
+        raise nothing_to_do(config, state)
+
+
+class Keeping(Stateless):
+    """A task that keeps two values between steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_loss": 1.5, "patience": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "factor", "told"),
+    [
+        ("--reset-meters", 0.5, "its own state (best_loss, patience) and its learning_rate_factor 0.5"),
+        ("--reset-meters", 1.0, "its own state (best_loss, patience)"),
+        ("--reset-optimizer", 0.5, None),
+    ],
+)
+def test_what_the_task_forgets_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, words: str, factor: float, told: str | None
+) -> None:
+    task, before = Keeping(), trained()
+    task.learning_rate_factor = factor
+    before.task_state = TaskState(task)
+    _, directory = saved_run(tmp_path / "run", replica=before)
+    after, loaded = replica_of(Net()), list[object]()
+    after.task_state = TaskState(Keeping())
+    after.task_state.load = lambda *state: loaded.append(state)  # type: ignore[method-assign]
+    caplog.set_level(logging.INFO)
+    resumed(directory, after, begun(directory, after, words=words), words=words)
+    said = [message for message in caplog.messages if message.startswith("--reset-meters: ")]
+    assert said == ([] if told is None else [f"--reset-meters: the task begins without {told}"])
+    assert bool(loaded) == (told is None)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from hetseq import config as options
-from hetseq.checkpoint import Identity
+from hetseq.checkpoint import Identity, SaveResult
 from hetseq.comm.directory_groups import everything_shared
 from hetseq.comm.group import LocalGroup
-from hetseq.run.checkpointing import Saver
+from hetseq.data.plan import Position
+from hetseq.run.checkpointing import Saved, Saver, Underway
+from hetseq.training.controller import TrainingState
 from tests.support.replicas import HERE, trained
 
 
@@ -160,8 +162,8 @@ def test_a_part_is_given_up_where_a_rank_of_the_same_run_directory_has_failed(
     calls: list[int] = []
     saver = saver_of(tmp_path, "", cancel=lambda: calls.append(1))
     saver._sharing = replace(saver._sharing, parts=((0, 1), (2, 3)))
-    saver._underway = (1, ["time"]) if is_underway else None
-    assert saver.go_on(is_anyone_writing=True, failed=failed) == []
+    saver._underway = Underway(1, ["time"], None, 7) if is_underway else None
+    assert saver.go_on(TrainingState(), is_anyone_writing=True, failed=failed) == []
     assert len(calls) == cancelled
 
 
@@ -177,3 +179,92 @@ def test_a_rank_says_what_is_due_and_gives_each_attempt_a_name_of_its_own(
     first, second = saver.status(1), saver.status(1)
     assert (first.save, first.keep) == (passed_s == 60.0, keeps_states)
     assert first.nonce != second.nonce
+
+
+def given_up(saver: Saver, owed: Underway, *, step: int, best: float | None) -> tuple[TrainingState, list[Saved]]:
+    """The state after `step` in the next generation, and the saves that it reports."""
+    state = TrainingState(position=Position(step + 1, 1, 0), best=best)
+    return state, saver.take_over(owed, state, is_repeated=False)
+
+
+def manager_with(nonces: list[int], rows: list[object]) -> dict[str, Any]:
+    def give_up(step: int, *, nonce: int, kinds: list[str], error: str) -> SaveResult:
+        rows.append((step, nonce, kinds, error))
+        return SaveResult(Path(), False, error, 0, 0.0, 0.0)
+
+    return {
+        "list": lambda: [SimpleNamespace(attempt=SimpleNamespace(nonce=nonce)) for nonce in nonces],
+        "give_up": give_up,
+    }
+
+
+BEST = Underway(10, ["interval", "best"], 1.2, 77)
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [(1.5, "--resume best means the one before, and the next validation better than 1.5 is saved"),
+     (None, "the next validation is saved as the best")],
+)  # fmt: skip
+def test_a_best_checkpoint_that_was_given_up_is_not_the_best_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: float | None, told: str
+) -> None:
+    rows: list[object] = []
+    saver = saver_of(tmp_path, "", is_busy=False, **manager_with([5], rows))
+    saver.best = before
+    state, saves = given_up(saver, BEST, step=11, best=1.2)
+    error = "given up: a rank was lost while it was written"
+    assert state.best == before
+    assert [(saved.step, saved.kinds, saved.result.error) for saved in saves] == [(10, ["interval", "best"], error)]
+    assert rows == [(10, 77, ["interval", "best"], error)]
+    assert caplog.messages == [f"the best checkpoint, of step 10, is lost ({error}): {told}"]
+    assert saver.is_overdue()
+    assert saver.kinds_owed(state) == []
+    # another rank is lost before the next save
+    assert saver.owes is not None
+    assert given_up(saver, saver.owes, step=12, best=before)[1] == []
+    assert len(rows) == 1
+
+
+def test_a_save_that_was_given_up_is_begun_again_while_its_state_is_there(tmp_path: Path) -> None:
+    rows: list[object] = []
+    saver = saver_of(tmp_path, "", **manager_with([], rows))
+    state, saves = given_up(saver, BEST, step=10, best=1.2)
+    assert (state.best, saves, rows) == (1.2, [], [])
+    assert saver.kinds_owed(state) == ["interval", "best"]
+
+
+def test_a_save_that_no_living_rank_knew_to_be_done_is_not_lost(tmp_path: Path) -> None:
+    rows: list[object] = []
+    saver = saver_of(tmp_path, "", **manager_with([5, 77], rows))
+    saver.best = 1.5
+    state, saves = given_up(saver, BEST, step=11, best=1.2)
+    assert (state.best, saver.best, saves, rows) == (1.2, 1.2, [], [])
+
+
+def test_what_follows_from_the_step_is_done_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    rows: list[object] = []
+    saver = saver_of(tmp_path, "", **manager_with([], rows))
+    state = TrainingState(position=Position(11, 1, 0), best=1.5)
+    assert saver.take_over(BEST, state, is_repeated=True) == []
+    assert rows == []
+
+
+@pytest.mark.parametrize(("is_ok", "best", "known"), [(True, 1.2, 1.2), (False, 1.5, 1.5)])
+def test_a_best_checkpoint_that_the_disk_refused_is_not_the_best(
+    tmp_path: Path, is_ok: bool, best: float, known: float
+) -> None:
+    saver = saver_of(tmp_path, "")
+    saver.best, saver._underway = 1.5, BEST
+    result = SaveResult(tmp_path, is_ok, None if is_ok else "No space left on device", 0, 0.0, 0.0)
+    state = TrainingState(best=1.2)
+    assert [saved.step for saved in saver._take(result, state)] == [10]
+    assert (state.best, saver.best) == (best, known)
+
+
+def test_a_still_better_state_that_is_being_saved_stays_the_best(tmp_path: Path) -> None:
+    saver = saver_of(tmp_path, "")
+    saver.best, saver._underway = 1.5, BEST
+    state = TrainingState(best=1.1)
+    saver._take(SaveResult(tmp_path, False, "Input/output error", 0, 0.0, 0.0), state)
+    assert (state.best, saver.best) == (1.1, 1.5)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetseq import registry
 from hetseq.data.fetch import Collate, Fetcher, Request
 from hetseq.errors import codes_in, text_of
 from hetseq.system.task_failure import TaskRaised, note, noting, summary, trace_of
@@ -150,3 +151,11 @@ def test_a_sample_of_the_trial_before_the_first_step_is_named(mine: ModuleType) 
     error = caught(task_checks._samples, mine.Rows(), [13])
     first = "your task failed: mine.py:10 in __getitem__, sample 13 of the training data: KeyError: 'label' "
     assert (summary(error) or "").startswith(first)
+
+
+def test_an_error_of_the_users_own_class_has_the_name_that_its_file_gives_it(tmp_path: Path) -> None:
+    path = tmp_path / "late.py"
+    path.write_text("import hetseq\nclass Bad(Exception): pass\nclass Late(hetseq.Task): Bad = Bad\n")
+    error = registry.find_task(str(path)).Bad("too late")
+    note(error, "step 3", is_of_task=True)
+    assert summary(error) == "your task failed: step 3: late.Bad: too late [worker-raised]"
