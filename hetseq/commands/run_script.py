@@ -31,8 +31,8 @@ COMMAND = Command(
         "hetseq run --join tcp://labA:29400 train.py",
     ),
     notes=(
-        "The options are those of hetseq train about devices, nodes, shares, precision, checkpoints and logs, and come"
-        " before the script; `hetseq train --help-all` lists them. The script says what is trained.",
+        "The options of hetseq train about devices, nodes, shares, precision, checkpoints and logs come before the"
+        " script; `hetseq train --help-all` lists them. The script defines the training.",
     ),
 )
 #: options of training that a script leaves to the command line

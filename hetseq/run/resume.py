@@ -79,14 +79,14 @@ def open_checkpoints(
     retention = retention_of(config, directory.checkpoints, has_end=has_end)
     if known is None and retention.keep_newest is not None and not config.no_save:
         logger.info(
-            "the newest %d checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps those of all"
-            " epochs",
+            "the newest %d checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps one of each"
+            " epoch",
             retention.keep_newest,
         )
     elif not has_end and known is None and config.keep_last_epochs is None and retention.keep_last_epochs > 0:
         logger.info(
             "of its checkpoints the best one and the newest %d of epochs stay, as it has no end; --keep-last-epochs -1"
-            " keeps those of all epochs", retention.keep_last_epochs,
+            " keeps one of each epoch", retention.keep_last_epochs,
         )  # fmt: skip
     manager = CheckpointManager(
         directory.path, run_id=directory.run_id, group=group, retention=retention,

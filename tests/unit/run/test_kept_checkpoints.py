@@ -72,7 +72,7 @@ def test_without_an_option_about_saving_the_newest_two_and_the_best_stay(
     [
         (
             [],
-            "2 checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps those of all epochs",
+            "2 checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps one of each epoch",
         ),
         (["--max-epoch", "1"], "the newest 2 checkpoints of this run and the best one stay"),
         (["--save-interval", "2"], "the newest 2 of epochs stay, as it has no end"),
