@@ -98,8 +98,14 @@ class Owned:
     def guard(self, refuse: Callable[[str], None]) -> None:
         """Have calls of the optimizer by the script itself refused, by what `refuse` raises."""
         optimizer = self.optimizer()
+        zero_grad = optimizer.zero_grad
+
+        def guarded(set_to_none: bool = True) -> None:
+            refuse("optimizer.zero_grad()")
+            zero_grad(set_to_none)
+
         optimizer.register_step_pre_hook(lambda *_: refuse("optimizer.step()"))
-        optimizer.zero_grad = lambda *_, **__: refuse("optimizer.zero_grad()")  # type: ignore[method-assign]
+        optimizer.zero_grad = guarded  # type: ignore[method-assign]
 
     def _trained(self) -> dict[str, torch.nn.Module]:
         return {name: module for name, module in self._modules.items() if _is_trained(module)}

@@ -148,7 +148,7 @@ class Run:
         """Each step of the run once, from where it stands: a resumed run and a rank that joins begin there.
 
         `data` has `__len__` and `__getitem__`; `global_batch_size` is in samples over all ranks, and the last step of
-        an epoch may be smaller. The loop ends after `max_epoch` epochs or `max_steps` steps, whichever comes first,
+        an epoch may be smaller. The loop ends after `max_epoch` epochs or `max_steps` applied steps, the first to come,
         or when every rank leaves it by `break`, or after `stop`. `clip_norm` limits the L2 norm of the gradient (0: no
         limit). `count(batch)` gives the denominator of each loss term, from the collated batch alone: needed for
         several terms, whose sum / count are added. Every rank calls it alike. Raises TaskError, and SystemExit where
@@ -337,7 +337,7 @@ class Run:
             self._life.give_up(error)
 
     def _refuse(self, call: str) -> None:
-        if not self._is_in_engine:
+        if not self._is_in_engine and self.report is None:  # behind the loop the script may train on
             raise TaskError(f"{call} was called by the script: the step does that, when its micro-batches are used up")
 
     # between two steps

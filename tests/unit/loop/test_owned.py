@@ -121,5 +121,9 @@ def test_calls_of_the_optimizer_go_to_the_guard() -> None:
     own, calls = owned(model=model, optimizer=optimizer), list[str]()
     own.guard(calls.append)
     optimizer.step()
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
     optimizer.zero_grad()
     assert calls == ["optimizer.step()", "optimizer.zero_grad()"]
+    assert all(parameter.grad is None for parameter in model.parameters()), (
+        "it does what it is asked if nothing is raised"
+    )
