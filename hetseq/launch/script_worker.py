@@ -128,10 +128,7 @@ def run_script(
             return _report_of(process.run) or _exited(error)
         except BaseException as error:
             return _failed(error, process, placement)
-        return _report_of(process.run) or {
-            "code": EXIT_FAILED,
-            "message": f"{process.name} ended without a loop over run.steps(...): nothing was trained",
-        }
+        return _report_of(process.run) or {"code": EXIT_FAILED, "message": _why_unfinished(process)}
 
 
 def _execute(job: ScriptJob) -> None:
@@ -142,6 +139,13 @@ def _execute(job: ScriptJob) -> None:
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(job.script)))
         runpy.run_path(job.script, run_name="__main__")
+
+
+def _why_unfinished(process: _Process) -> str:
+    """Why a script that has ended by itself has no report."""
+    if process.run is not None and process.run.is_in_step:
+        return f"{process.name} ended in the middle of a step, whose gradient was never complete"
+    return f"{process.name} ended without a loop over run.steps(...): nothing was trained"
 
 
 def _report_of(run: Run | None) -> Report | None:
@@ -213,8 +217,11 @@ def _close() -> None:
     if process is None:
         return
     with process.closing:
-        if process.run is not None and getattr(sys, "last_value", None) is None:
-            process.run.close()
+        run = process.run
+        if run is not None and getattr(sys, "last_value", None) is None:
+            run.close()
+        if run is not None and run.report is not None and (message := run.report.get("message")):
+            sys.stderr.write(f"hetseq: {message}\n")
 
 
 def _name_of(job: ScriptJob) -> str:

@@ -93,7 +93,7 @@ class Run:
         self._engine: Engine[dict[str, Any]] | None = None
         self._question: Question | None = None
         self._rank, self._world_size = life.first_place
-        self._is_in_engine, self._is_checked, self._is_before_session, self._is_left = False, False, False, False
+        self._is_in_engine, self._is_checked, self._is_before_session = False, False, False
         self._results, self._between = Results(), LocalGroup()  # type: tuple[Results, Group]
         self.report: dict[str, Any] | None = None
         life.on_regroup = self._regrouped
@@ -168,8 +168,7 @@ class Run:
             try:
                 yield step
             except GeneratorExit:  # `break`, or an exception on its way out of the script
-                self._is_left = step.is_settled
-                if self._is_left and _is_break(sys._getframe().f_back):
+                if step.is_settled and _is_break(sys._getframe().f_back):
                     self._leave()
                 return
             if not step.is_settled:
@@ -223,9 +222,14 @@ class Run:
         return result
 
     def close(self) -> None:
-        """End the run of a loop that was left by `break`. At the end of the script; HetSeq calls it."""
-        if self._is_left:
+        """At the end of the script: a loop that it has left after a step ends the run. HetSeq calls it."""
+        if isinstance(self._question, (Settled, Between)):
             self._leave()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step waits for micro-batches of this rank."""
+        return isinstance(self._question, Compute)
 
     def stop(self) -> None:
         """End the run after this step, on all ranks, with exit code 0. Any rank, alone, between two steps."""
@@ -329,7 +333,7 @@ class Run:
 
         Python drops what a generator raises while it is closed, so this rank then ends at once.
         """
-        self._is_left, self._script.has_left = False, True
+        self._script.has_left = True
         try:
             question = self._ask(None)
             assert question is None, "a run that was left continues"

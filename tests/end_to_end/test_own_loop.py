@@ -17,6 +17,7 @@ from torch import nn
 
 from hetseq.data.plan import epoch_order
 from hetseq.testing import Faults
+from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command, start_command
 from tests.support.nightly import nightly
 from tests.support.own_loops import LINES, Course, courses, farthest, run_lines, run_script
@@ -26,6 +27,11 @@ pytestmark = pytest.mark.slow
 
 THREE = ("--cpu", "--ranks", 3, "--balance", "5,2,1")
 STEPS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    forked.warm_up()
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +270,53 @@ def test_a_right_loop_is_let_alone(name: str, tmp_path: Path) -> None:
     assert finished.code == 0, finished.err
     assert "behind the loop" in finished.out
     assert f"done: {steps} steps" in finished.err
+
+
+def test_a_loop_with_a_name_that_is_left_ends_the_run_at_the_end_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    loop = f"""
+steps = run.steps(data, global_batch_size=24, max_epoch=9)
+for step in steps:
+    for x, y in step:
+        {GOOD}
+    if step.number == 3:
+        break
+optimizer_is_mine = optimizer.zero_grad
+print("behind the loop")
+"""
+    script.write_text(HEAD + loop)
+    finished = run_script(["--cpu", "--ranks", 2, "--balance", "1,1", "--save-dir", tmp_path / "run", script])
+    assert finished.code == 0, finished.err
+    assert "done: 3 steps" in finished.err
+
+
+def test_a_script_that_ends_in_a_step_has_failed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    loop = "try:\n" + "".join(
+        f"    {line}\n"
+        for line in LOOP.format(body=f"{GOOD}; assert step.number < 2", after="pass", more="").splitlines()
+    )
+    script.write_text(HEAD + loop + "except AssertionError:\n    pass\n")
+    finished = run_script(["--cpu", "--ranks", 2, "--balance", "1,1", "--save-dir", tmp_path / "run", script])
+    assert finished.code == 1, finished.err
+    assert "script.py ended in the middle of a step, whose gradient was never complete" in finished.err
+
+
+def test_a_stopped_script_without_a_launcher_says_how_it_continues(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    start = f"run = hetseq.start(seed=3, save_dir={str(tmp_path / 'run')!r})"
+    after = "open('reached', 'w').close(); __import__('time').sleep(0.05)"
+    text = HEAD.replace("run = hetseq.start(seed=3)", start) + LOOP.format(body=GOOD, after=after, more="")
+    script.write_text(text.replace("max_epoch=2", "max_epoch=900"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        until((tmp_path / "reached").exists, "a step")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert re.search(r"hetseq: stopped after step \d+; the same command resumes from step \d+", err), err
+    assert "Traceback" not in err
 
 
 def test_a_rank_whose_memory_runs_out_begins_anew_with_smaller_micro_batches(tmp_path: Path) -> None:
