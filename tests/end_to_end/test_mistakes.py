@@ -229,7 +229,7 @@ MISTAKES = [
     Mistake(38, "checkpoints show trained --step 99", "checkpoint-refused", "no usable checkpoint of step 99",
             "the newest steps are 4", "hetseq checkpoints list"),
     Mistake(39, "top prepared --once", "run-not-training", "prepared has not started", "expected a run that has",
-            "hetseq train --save-dir prepared"),
+            "hetseq train --config prepared/config.yaml"),
     Mistake(40, "script slurm --nodes 2 -- --task mnist", "option-refused", "--nodes 2", "needs --global-batch-size N",
             "after --"),
     Mistake(41, "ssh --hosts nosuchhost:2 --ssh {ssh} -- --task mnist --global-batch-size 8", "",
