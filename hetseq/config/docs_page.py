@@ -77,7 +77,7 @@ def full_help_page(own: Iterable[type] = (), note: str = "") -> str:
 def markdown() -> str:
     """The page `docs/reference/options.md`."""
     lines = [
-        "---\nsearch:\n  boost: 2\n---",
+        "---\nsearch:\n  boost: 3\n---",
         "",
         "<!-- from hetseq/config/sections.py by `make docs/reference/options.md` -->",
         "",

@@ -55,7 +55,7 @@ from hetseq.system import matmul_backend as products
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.processes import keep_freed_memory
 from hetseq.system.rank_phase import Phase
-from hetseq.system.started_by import DEMO, started_by
+from hetseq.system.started_by import DEMO
 from hetseq.training.controller import Halt
 from hetseq.training.replica_check import ReplicasDiffer
 from hetseq.training.step_engine import Engine
@@ -264,7 +264,7 @@ class RankLife:
             for line in closing_lines(
                 self._config, controller.state, step=session.last_step, start_s=start_s,
                 best=self._metrics.best(best_step) if is_known else None, has_saved=bool(commits),
-                kind=Kind.DEMO if started_by() == DEMO else kind,
+                kind=Kind.DEMO if self._placement.started_by == DEMO else kind,
             ):  # fmt: skip
                 logger.info(line)
 

@@ -29,7 +29,7 @@ class Rising(hetseq.Task):
 """
 TRAINING = "--cpu --ranks 2 --max-restarts 0 --global-batch-size 8 --lr 0.001 --lr-scheduler constant --optimizer sgd"
 SAVING = "--max-update 16 --validate-interval-updates 5 --save-interval-updates 100 --keep-every-updates 5"
-SLOW = Faults().sleep(rank=1, seconds=6).at(step=10, phase="persist")
+SLOW = Faults().sleep(rank=1, seconds=40).at(step=10, phase="persist")
 
 
 @pytest.mark.parametrize(("step", "phase", "is_kept"), [(11, "forward_backward", True), (13, "commit", False)])

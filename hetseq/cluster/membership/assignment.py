@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hetseq.system.started_by import started_by
+
 
 @dataclass(frozen=True)
 class GenerationRanks:
@@ -77,6 +79,7 @@ class Assignment:
     is_replacement: bool = False  # the run began without this process
     faults: str = ""  # faults to inject on purpose (`faults`)
     begun_s: float = field(default_factory=time.monotonic)  # when the command began, on the clock of its machine
+    started_by: str = field(default_factory=started_by)  # the command of HetSeq that started this one, "" for a user
 
 
 @dataclass(frozen=True)
