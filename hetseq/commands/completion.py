@@ -56,14 +56,14 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 def lines() -> dict[str, Line]:
     """Every command line by its name; the actions of `checkpoints` are lines of their own."""
-    from hetseq.commands import demo, doctor, drop, evaluate, selftest, top
+    from hetseq.commands import demo, doctor, drop, evaluate, run_script, selftest, top
     from hetseq.commands.checkpoints import command as checkpoints
     from hetseq.commands.plan import command as plan
     from hetseq.commands.script import command as script
     from hetseq.commands.ssh import command as ssh
     from hetseq.monitor.report import command as report
 
-    modules = (checkpoints, report, doctor, top, drop, script, ssh, selftest, demo)
+    modules = (run_script, checkpoints, report, doctor, top, drop, script, ssh, selftest, demo)
     described = [*(module.COMMAND for module in modules), *evaluate.COMMANDS.values(), plan.PLAN, plan.SIMULATE]
     described += [*checkpoints.ACTIONS.values(), COMMAND]
     found = [Line("train", "Train a task.", _flags_of_train())]

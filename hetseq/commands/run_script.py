@@ -22,8 +22,8 @@ COMMAND = Command(
     usage=("[options of hetseq train] SCRIPT.py [arguments]", "[options of hetseq train] -m MODULE [arguments]"),
     words=(
         Argument("SCRIPT.py", "a program with a loop over `run.steps(...)`, started once for each device"),
-        Argument("MODULE", "the same behind -m, by the dotted name of a module"),
-        Argument("arguments", "the script's own, behind it"),
+        Argument("MODULE", "the same behind -m, by the dotted name of a module", is_optional=True),
+        Argument("arguments", "the script's own, behind it", is_optional=True),
     ),
     examples=(
         "hetseq run train.py --epochs 3",
@@ -34,6 +34,7 @@ COMMAND = Command(
         "The options of hetseq train about devices, nodes, shares, precision, checkpoints and logs come before the"
         " script; `hetseq train --help-all` lists them. The script defines the training.",
     ),
+    train="among",
 )
 #: options of training that a script leaves to the command line
 _LEFT = {

@@ -340,14 +340,14 @@ def trained_digits(seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
 def test_the_page_on_other_programs_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     saved, state = trained_digits(1)
-    commit = save_state(tmp_path / "runs" / "digits", 1, state, UNEQUAL)
+    commit = save_state(tmp_path / "runs" / "exported", 1, state, UNEQUAL)
     names: dict[str, Any] = {}
     exports, loads = [], 0
     for block in blocks((ROOT / "docs" / "guides" / "export.md").read_text()):
         text = "\n".join(block.lines)
         if block.language == "console":
             for words in map(shlex.split, block.commands()):
-                if words[:5] == ["hetseq", "checkpoints", "export", "runs/digits", "--format"]:
+                if words[:5] == ["hetseq", "checkpoints", "export", "runs/exported", "--format"]:
                     exports.append(export(commit, Path(words[7]), form=words[5]).name)
         elif "model.load_state_dict" in text:
             if "model" in names:  # the weights are those that this block has brought
