@@ -72,7 +72,9 @@ from pathlib import Path
 (Path(__file__).parent / "reached").touch()
 time.sleep(60)
 
-class Slow:
+from hetseq import Task
+
+class Slow(Task):
     pass
 """
 # a rank that loads is told of after 10 s
