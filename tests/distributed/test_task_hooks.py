@@ -12,7 +12,7 @@ from torch import nn
 
 from hetseq import TrainedStep
 from hetseq.comm.group import Group
-from tests.support.lives import Life, Line, live, words
+from tests.support.lives import Life, Line, begin, live, words
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared
 
@@ -172,6 +172,21 @@ def test_a_task_ends_the_run_after_the_same_step_on_every_rank(tmp_path: Path) -
         assert life.error is None
         assert len(life.losses) == 4
         assert len(life.valid) == 1, "validated once, though the run ends there"
+
+
+def steps_that_settle(group: Group, save_dir: str) -> list[int]:
+    """The steps in which training waits for the copy of a checkpoint, besides the updates, which always do."""
+    session, waited = begin(group, save_dir, WORDS, Counting), list[int]()
+    session.boundary.settle = lambda: waited.append(session.controller.state.position.step)  # type: ignore[method-assign]
+    try:
+        session.train()
+    finally:
+        session.close()
+    return waited
+
+
+def test_a_skipped_step_waits_for_the_copy_of_a_checkpoint_since_its_hook_may_change_the_state(tmp_path: Path) -> None:
+    assert run_ranks(steps_that_settle, 2, prepared(tmp_path)) == [[3, 6]] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
