@@ -36,7 +36,7 @@ _LOOK_S, _APART_S, _PATIENCE_S = 0.2, 0.4, 400.0
 
 
 class Screen:
-    """What a terminal of so many rows and columns shows after what was written to it."""
+    """The screen of a terminal of this size, after all output so far."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._rows, self._columns = rows, columns
@@ -168,7 +168,7 @@ class Terminal:
 
 @dataclass
 class Pane:
-    """A part of the picture: the terminal of a host, of so many rows, and what was typed there."""
+    """A part of the picture: the terminal of one host, its height in rows, and the typed commands."""
 
     rows: int
     host: str = ""

@@ -12,7 +12,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from hetseq.commands.plan import command as whatif
 from hetseq.config.command_line import Command, CommandOption, CommandRefused
 from hetseq.run_directory import MARKER
 from tests.support.docs import ROOT, pages, shell_blocks
+from tests.support.without_torch import Answer
 from tests.unit.house.test_messages import GAP, error_texts
 
 #: words behind each command that looks at a run, with RUN for the directory
@@ -59,16 +59,6 @@ for columns, words in asked:
     answers.append([code, out.getvalue(), err.getvalue(), "torch" in sys.modules])
 print(json.dumps(answers))
 """
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command said, and whether torch had been imported by then."""
-
-    code: int
-    out: str
-    err: str
-    has_torch: bool
 
 
 def described() -> dict[str, Command]:
