@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hetseq.cluster.membership.exit_status import Ending
     from hetseq.config.sections import Config
 
-_PATIENCE_S = 1.0  # with a terminal that accepts no output
 
 #: command -> address of its function, which receives the words and a function to print a line; and its purpose
 COMMANDS = {

@@ -20,7 +20,6 @@ from hetseq.errors import EXIT_DONE
 
 #: values that are files or folders, by their names in a help text
 _FILES = re.compile(r"(?:FILE|DIR|PATH|RUN|PY)[0-9]?")
-_CONFIG = ("--config", "--help", "--help-all")
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,6 @@ class Life(Protocol):
         """Rank and number of ranks at the start of this process."""
         ...
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether this rank has passed all checks of a start."""
-        ...
-
     def present(self, config: Config, material: ScriptMaterial, also: Mapping[str, str] | None = None) -> None:
         """Compare what this rank would train with its peers."""
         ...
