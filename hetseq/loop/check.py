@@ -2,21 +2,23 @@
 
 The body of an inner loop can be repeated, so the first micro-batch of the step is computed four times without being
 sent: whole, the same again, whole with other random numbers, and in halves. If the gradients of the halves do not add
-up to that of XX
+up to that of the whole, the loop is not exact. The micro-batch stands for the whole step, and no other rank takes part,
+since a rank that joins is alone in its first step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from hetseq.data.loader import MicroBatch
 from hetseq.errors import TaskError
+from hetseq.loop.script_task import ScriptTask
 from hetseq.training.step_engine import Compute
 
 logger = logging.getLogger(__name__)
@@ -36,14 +38,15 @@ class Pass(Protocol):
 class Check:
     """The passes of one process over its first micro-batch."""
 
-    def __init__(self, question: Compute, modules: list[torch.nn.Module], *, has_late_count: bool, level: int) -> None:
-        self._question, self._modules, self._has_late_count = question, modules, has_late_count
-        self._level = level
+    def __init__(self, question: Compute, script: ScriptTask, *, has_late_count: bool, is_first: bool) -> None:
+        self._question, self._script, self._has_late_count = question, script, has_late_count
+        self._level = logging.WARNING if is_first else logging.INFO
         self._replica = question.computer.replica
         self._names = {id(parameter): name for name, parameter in self._replica.model.named_parameters()}
         self._found: list[tuple[tuple[float, ...], dict[str, torch.Tensor]]] = []
         self._closing = ExitStack()
         self._is_stray = True
+        self._batches_draw = False  # the collater draws random numbers
 
     def stray(self, is_stray: bool) -> None:
         """Say whether a gradient that arrives now is one of the script's own backward."""
@@ -52,7 +55,7 @@ class Check:
     def passes(self) -> Iterator[tuple[list[MicroBatch], int]]:
         """The micro-batches of each pass, and what is added to their seed."""
         whole, halves = self._cuts()
-        if not halves:
+        if not halves or self._batches_draw:
             return
         closing, reducer = self._closing, self._replica.reducer
         with closing:
@@ -60,7 +63,7 @@ class Check:
             computer = self._question.computer
             closing.callback(setattr, computer, "loss_scale", computer.loss_scale)
             computer.loss_scale = 1.0  # that of fp16 may still be too large
-            for module in self._modules:  # dropout off, and no batch norm learns from these passes
+            for module in self._script.owned.modules:  # dropout off, and no batch norm learns from these passes
                 for part in module.modules():
                     closing.callback(setattr, part, "training", part.training)
                 module.eval()
@@ -85,6 +88,12 @@ class Check:
 
     def judge(self) -> None:
         """Raise TaskError if the loop is not exact; warn if that cannot be known."""
+        if self._batches_draw:
+            logger.log(
+                self._level,
+                "the collater draws random numbers for a micro-batch, so the loop is not checked, and its course"
+                " depends on how a step is cut: let the data set draw them, which is seeded for each sample",
+            )
         if not self._found:
             return
         (sums, whole), (_, again), (_, redrawn), (more, halves) = self._found
@@ -99,14 +108,14 @@ class Check:
         if apart > limit:
             raise TaskError(
                 f"the first micro-batch, computed twice with the same random numbers: the gradients of {name} differ by"
-                f" {apart:.1e} of the norm: the loop keeps something from one micro-batch to the next, or draws from a"
-                " random generator of its own"
+                f" {apart:.1e} of the norm: the loop keeps something from one micro-batch to the next, draws from a"
+                " random generator of its own, or has a module whose forward changes it in evaluation too"
             )
         if _farthest(whole, redrawn)[0] > limit:
             logger.log(
                 self._level,
-                "the loop draws random numbers beside dropout, so it is not checked whether its result depends on the"
-                " ranks: draw them from the batch, or with hetseq selftest's rules",
+                "the loop draws random numbers for a micro-batch, beside dropout, so it is not checked, and its course"
+                " depends on how a step is cut: let the data set draw them, which is seeded for each sample",
             )
             return
         apart, name = _farthest(whole, halves)
@@ -124,7 +133,8 @@ class Check:
             raise TaskError(f"{what}: step.backward got a mean; give it the sum, as of reduction='sum', and its count")
         raise TaskError(
             f"{what} (they differ by {apart:.1e} of its norm): the loss depends on how a step is cut. It compares the"
-            " samples of a micro-batch, or the loop keeps something from one micro-batch to the next"
+            " samples of a micro-batch, for which there is step.whole, or the loop keeps something from one micro-batch"
+            " to the next"
         )
 
     def _cuts(self) -> tuple[list[MicroBatch], list[MicroBatch]]:
@@ -133,17 +143,35 @@ class Check:
         size = max((batch.size for batch in question.data.micro_batches), default=0)
         if size < 2 or sizes.is_fixed:
             return [], []
-        cuts = []
-        for samples in (size, -(-size // 2)):
-            cap = replace(sizes.cap, samples=samples, is_ramp=False)
-            data = question.fetch_again(question.data, cap)
-            cuts.append(data.micro_batches)
-        whole, halves = cuts[0][:1], [batch for batch in cuts[1] if batch.start < cuts[0][0].start + cuts[0][0].size]
-        return (whole, halves) if sum(batch.size for batch in halves) == whole[0].size else ([], [])
+        whole = self._cut(size, collate_seed=1)[0]
+        self._batches_draw = not _is_equal(whole.sample, self._cut(size, collate_seed=2)[0].sample)
+        halves = [batch for batch in self._cut(-(-size // 2)) if batch.start < whole.start + whole.size]
+        return ([whole], halves) if sum(batch.size for batch in halves) == whole.size else ([], [])
+
+    def _cut(self, size: int, *, collate_seed: int | None = None) -> list[MicroBatch]:
+        """The share in micro-batches of this size; what the collater draws follows from its seed."""
+        question, self._script.collate_seed = self._question, collate_seed
+        try:
+            cap = replace(question.computer.sizes.cap, samples=size, is_ramp=False)
+            return question.fetch_again(question.data, cap).micro_batches
+        finally:
+            self._script.collate_seed = None
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         if self._is_stray:
             raise TaskError("loss.backward() was called: a loop calls step.backward(loss, count=...) in its place")
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same; what is neither a tensor nor a collection of them is not looked at."""
+    if isinstance(one, torch.Tensor):
+        is_alike = isinstance(other, torch.Tensor) and one.shape == other.shape
+        return is_alike and bool(((one == other) | (one != one)).all())
+    if isinstance(one, Mapping):
+        return all(key in other and _is_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return True
 
 
 def _farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dis
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from hetseq.balance.shares import assign_shares
@@ -19,18 +21,21 @@ from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on, range_reader
 from hetseq.data.plan import derive_seed
-from hetseq.errors import EXIT_DONE, TaskError
+from hetseq.errors import EXIT_DONE, TaskError, few
 from hetseq.loop.between import Results, together
 from hetseq.loop.check import Check
 from hetseq.loop.owned import Owned
 from hetseq.loop.script_task import Count, ScriptMaterial, ScriptTask, material_of
 from hetseq.loop.step import Step
+from hetseq.parallel.buffers import BufferKeeper
 from hetseq.run.task_hooks import Call
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
 from hetseq.training.precision import PRECISIONS
 from hetseq.training.share import Part
 from hetseq.training.step_engine import Between, Compute, Engine, PeerLost, Question, Settled
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sums = Mapping[str, "tuple[torch.Tensor | float, torch.Tensor | float]"]
@@ -87,8 +92,12 @@ class Run:
         self._task: ScriptTask | None = None
         self._engine: Engine[dict[str, Any]] | None = None
         self._question: Question | None = None
+        self._step: Step | None = None  # the one that the script is in, or has just ended
+        self._wants_to_stop = False
+        self._buffers: BufferKeeper | None = None
         self._rank, self._world_size = life.first_place
-        self._is_in_engine, self._is_checked, self._is_before_session = False, False, False
+        self._is_in_engine, self._is_before_session = False, False
+        self._checked: set[int] = set()  # phases
         self._results, self._between = Results(), LocalGroup()  # type: tuple[Results, Group]
         self.report: dict[str, Any] | None = None
         life.on_regroup = self._regrouped
@@ -115,7 +124,7 @@ class Run:
         return self.rank == 0
 
     def own(self, *things: Any, **named: Any) -> Any:
-        """Register modules, the optimizer and all else that must be saved, resumed and given to ranks that join.
+        """Register modules, optimizers and all else that must be saved, resumed and given to ranks that join.
 
         Modules are moved to the device and precision of this rank; those with parameters that require a gradient are
         trained. Other objects have `state_dict` and `load_state_dict`, as schedulers do: numbers, text and tensors.
@@ -137,6 +146,8 @@ class Run:
         max_steps: int | None = None,
         collate: Callable[[Any], Any] = default_collate,
         count: Count | None = None,
+        metrics: Sequence[str] = (),
+        phases: int = 1,
         clip_norm: float = 0.0,
         shuffle: bool = True,
     ) -> Iterator[Step]:
@@ -146,20 +157,21 @@ class Run:
         an epoch may be smaller. The loop ends after `max_epoch` epochs or `max_steps` applied steps, the first to come,
         or when every rank leaves it by `break`, or after `stop`. `clip_norm` limits the L2 norm of the gradient (0: no
         limit). `count(batch)` gives the denominator of each loss term, from the collated batch alone: needed for
-        several terms, whose sum / count are added. Every rank calls it alike. Raises TaskError, and SystemExit where
-        the run ends early.
+        several terms, whose sum / count are added. `metrics` are the names of what `step.add` adds. `phases` is the
+        number of updates in a step, each with an inner loop over the same samples (`step.of`). Every rank calls it
+        alike. Raises TaskError, and SystemExit where the run ends early.
         """
         if self._engine is not None:
             raise TaskError("run.steps was called twice: a script has one loop over run.steps")
         self._begin(
-            data, ScriptTask(self._owned, collate=collate, count=count),
-            self._options(global_batch_size, max_epoch, max_steps, clip_norm, shuffle=shuffle),
+            data, ScriptTask(self._owned, collate=collate, count=count, phases=phases), metrics,
+            self._options(global_batch_size, max_epoch, max_steps and max_steps * phases, clip_norm, shuffle=shuffle),
         )  # fmt: skip
         question = self._ask(None)
         while question is not None:
             assert isinstance(question, Compute), "a step that was settled before its micro-batches were given"
             self._is_before_session = False
-            step = Step(self, question, self._terms)
+            step = self._step = Step(self, question, self._terms, phases=phases, samples=len(data))
             try:
                 yield step
             except GeneratorExit:  # `break`, or an exception on its way out of the script
@@ -169,8 +181,9 @@ class Run:
             if not step.is_settled:
                 raise TaskError(
                     f"the loop left step {step.number} before its micro-batches were used up: let `for batch in step`"
-                    " run to its end; run.stop() ends the run after a step"
+                    " run to its end, once for each of phases=; run.stop() ends the run after a step"
                 )
+            self._script.wants_to_stop = self._wants_to_stop
             question = self._ask(None)
 
     def evaluate(
@@ -218,19 +231,19 @@ class Run:
 
     def close(self) -> None:
         """At the end of the script: a loop that it has left after a step ends the run. HetSeq calls it."""
-        if isinstance(self._question, (Settled, Between)):
+        if isinstance(self._question, (Settled, Between)) and not self.is_in_step:
             self._leave()
 
     @property
     def is_in_step(self) -> bool:
         """Whether a step waits for micro-batches of this rank."""
-        return isinstance(self._question, Compute)
+        return self.report is None and self._step is not None and not self._step.is_settled
 
     def stop(self) -> None:
         """End the run after this step, on all ranks, with exit code 0. Any rank, alone, between two steps."""
         if self._task is None:
             raise TaskError("run.stop belongs into the loop over run.steps")
-        self._task.wants_to_stop = True
+        self._wants_to_stop = True
 
     def take_smaller(self) -> bool:
         """Remember half the size of micro-batches for the next process on this device; False if that is impossible.
@@ -244,23 +257,55 @@ class Run:
 
     # for Step
 
+    @property
+    def group(self) -> Group:
+        """The ranks of the generation."""
+        return self._life.group
+
+    def only(self, optimizers: Sequence[torch.optim.Optimizer]) -> AbstractContextManager[None]:
+        return self._owned.only(optimizers)
+
+    def go_on(self) -> Compute:
+        question = self._ask(None)
+        if question is None:
+            self._exit()
+        assert isinstance(question, Compute), "another phase of the step follows"
+        self._is_before_session = False
+        return question
+
     def answer(self, answer: Part | PeerLost) -> Compute | Settled:
         question = self._ask(answer)
         if question is None:
             self._exit()
         assert not isinstance(question, Between), "a step is under way"
         if isinstance(question, Settled):
+            if not self._results.step:
+                self._warn_of_buffers()
             self._results.begin(question.result.plan.step)
             whereabouts.enter(Phase.SCRIPT)
             seed_everything(derive_seed(self._config.task.seed, question.result.plan.step, _AFTER_STEP))
         return question
 
-    def check_of(self, question: Compute) -> Check | None:
-        if self._is_checked:
+    def check_of(self, question: Compute, phase: int) -> Check | None:
+        self._buffers = question.computer.replica.buffers
+        if phase in self._checked:
             return None
-        self._is_checked = True
-        level = logging.WARNING if self.is_first else logging.INFO
-        return Check(question, self._owned.modules, has_late_count=not self._script.counts_ahead, level=level)
+        self._checked.add(phase)
+        return Check(question, self._script, has_late_count=self._terms.has_late_count, is_first=self.is_first)
+
+    def _warn_of_buffers(self) -> None:
+        """Tell once which parts of the model are changed by forward; of batch norm the run tells at its start."""
+        assert self._buffers is not None
+        found = {
+            f"{name} of {type(module).__name__}"
+            for module, name in self._buffers.changing()
+            if not isinstance(module, _BatchNorm)
+        }
+        if found and self.is_first:
+            logger.warning(
+                "forward changes %s: the changes of all ranks are averaged, and the course depends a little on how a"
+                " step is cut", few(sorted(found)),
+            )  # fmt: skip
 
     # the engine
 
@@ -290,13 +335,14 @@ class Run:
             validation=replace(config.validation, disable_validation=True),
         )  # fmt: skip
 
-    def _begin(self, data: Any, task: ScriptTask, config: Config) -> None:
+    def _begin(self, data: Any, task: ScriptTask, metrics: Sequence[str], config: Config) -> None:
+        self._owned.settle()
         material = material_of(
-            self._name, task, data, device=self._device, precision=self._precision, seed=config.task.seed,
-            deadline_s=_SCRIPT_DEADLINE_S,
+            self._name, task, data, metrics=metrics, device=self._device, precision=self._precision,
+            seed=config.task.seed, deadline_s=_SCRIPT_DEADLINE_S,
         )  # fmt: skip
         self._owned.guard(self._refuse)
-        self._config, self._task, self._terms = config, task, material.terms
+        self._config, self._task, self._terms = config, task, material.sums
         self._life.present(config, material, self._facts)
         self._engine = self._life.run()
 
