@@ -46,7 +46,7 @@ class TwoTowers(nn.Module):
 def main() -> None:
     run = hetseq.start(seed=3)
     model = TwoTowers()
-    model, optimizer = run.own(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    run.own(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     for step in run.steps(Pairs(), global_batch_size=BATCH, max_steps=STEPS, clip_norm=0.5):
 
         def embed(batch: Any, number: int = step.number) -> Any:

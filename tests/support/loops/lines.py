@@ -5,19 +5,15 @@ The words: a folder for what it writes, and one thing to happen: `kill:PLACE:RAN
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import hetseq
+from tests.support.loops.happening import happen, note
 
-FOLDER, EVENT = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 STEPS = int(os.environ.get("LOOP_STEPS", "16"))
 
 
@@ -37,16 +33,8 @@ class Points(torch.utils.data.Dataset[Any]):
         return self.x[index], self.y[index], self.counts[index]
 
 
-def happen(place: str, step: int) -> None:
-    """Kill this process here, if it is the one that is meant and it has not happened yet."""
-    mark = FOLDER / "happened"
-    if f"kill:{place}:{run.rank}:{step}" == EVENT and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def measure(batch: Any) -> dict[str, Any]:
-    happen("evaluate", now)
+    happen("evaluate", run.rank, now)
     x, y, counts = batch
     squares = (model(x)[:, 0] - y) ** 2
     return {"loss": (squares.sum(), len(y)), "counted": ((squares * counts).sum(), counts.sum())}
@@ -64,16 +52,15 @@ train, valid = Points(150, 1), Points(60, 2)
 
 for step in run.steps(train, global_batch_size=40, max_steps=STEPS, clip_norm=1.0):
     for x, y, counts in step:
-        happen("body", step.number)
+        happen("body", run.rank, step.number)
         step.backward((((model(x)[:, 0] - y) ** 2) * counts).sum(), count=counts.sum())
     now = step.number
-    happen("after", now)
+    happen("after", run.rank, now)
     scheduler.step()
     average.update_parameters(model)
     row = {"step": now, "loss": step.loss, "grad_norm": step.grad_norm, "lr": scheduler.get_last_lr()[0]}
     if now % 4 == 0:
         row["valid"] = run.evaluate(valid, measure, batch_size=8)
     mean = sum(float(value.double().sum()) for value in average.state_dict().values())
-    with (FOLDER / f"course-{os.getpid()}").open("a") as file:
-        file.write(json.dumps({**row, "average": mean}) + "\n")
+    note({**row, "average": mean})
 print("behind the loop")
