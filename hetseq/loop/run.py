@@ -84,8 +84,9 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, life: Life, *, device: torch.device, name: str, facts: Mapping[str, str]
-    ) -> None:
+        self, config: Config, life: Life, *, device: torch.device, name: str, facts: Mapping[str, str],
+        only_checks: bool = False,
+    ) -> None:  # fmt: skip
         self._config, self._life, self._name, self._facts = config, life, name, facts
         self._device, self._precision = device, PRECISIONS[config.optimization.precision]
         self._owned = Owned(device, self._precision.storage)
@@ -94,6 +95,7 @@ class Run:
         self._question: Question | None = None
         self._step: Step | None = None  # the one that the script is in, or has just ended
         self._wants_to_stop = False
+        self.only_checks = only_checks
         self._buffers: BufferKeeper | None = None
         self._rank, self._world_size = life.first_place
         self._is_in_engine, self._is_before_session = False, False
@@ -291,7 +293,14 @@ class Run:
         if phase in self._checked:
             return None
         self._checked.add(phase)
-        return Check(question, self._script, has_late_count=self._terms.has_late_count, is_first=self.is_first)
+        level = logging.WARNING if self.is_first and not self.only_checks else logging.INFO
+        return Check(question, self._script, has_late_count=self._terms.has_late_count, level=level)
+
+    def tell(self, found: str, *, is_last: bool) -> None:
+        print(f"hetseq run --check: {found}")
+        if is_last:
+            self.report = {"code": EXIT_DONE}
+            raise SystemExit(EXIT_DONE)
 
     def _warn_of_buffers(self) -> None:
         """Tell once which parts of the model are changed by forward; of batch norm the run tells at its start."""

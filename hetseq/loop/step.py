@@ -26,6 +26,15 @@ class Driver(Protocol):
         """The ranks of the step."""
         ...
 
+    @property
+    def only_checks(self) -> bool:
+        """Whether the run ends before its first update, by what the check has found."""
+        ...
+
+    def tell(self, found: str, *, is_last: bool) -> None:
+        """Print what the check has found. Raises SystemExit after the last phase."""
+        ...
+
     def answer(self, answer: Part | PeerLost) -> Compute | Settled:
         """Answer the question at hand; returns the next one. Raises SystemExit if the run ends here for this rank."""
         ...
@@ -135,11 +144,15 @@ class Step:
         question = self._question or self._driver.go_on()
         self._question = None
         if (check := self._driver.check_of(question, mine)) is not None:
-            for batches, seed in check.passes():
+            for batches, seed in check.passes(is_thorough=self._driver.only_checks):
                 checked = made(Setting(question, self._terms, batches, seed, check.stray, is_alone=True))
                 yield from self._give(checked, optimizers)
                 check.see(checked)
-            check.judge()
+            found = check.judge()
+            if self._driver.only_checks:  # the other phases follow, with the same parameters
+                self._phase, self._question = self._phase + 1, question
+                self._driver.tell(found, is_last=self.is_settled)
+                return
         while True:
             share = made(Setting(question, self._terms, question.data.micro_batches))
             yield from self._give(share, optimizers)
