@@ -137,6 +137,7 @@ class Run:
         max_steps: int | None = None,
         collate: Callable[[Any], Any] = default_collate,
         count: Count | None = None,
+        weights: Mapping[str, float] | None = None,
         clip_norm: float = 0.0,
         shuffle: bool = True,
     ) -> Iterator[Step]:
@@ -146,13 +147,13 @@ class Run:
         an epoch may be smaller. The loop ends after `max_epoch` epochs or `max_steps` applied steps, the first to come,
         or when every rank leaves it by `break`, or after `stop`. `clip_norm` limits the L2 norm of the gradient (0: no
         limit). `count(batch)` gives the denominator of each loss term, from the collated batch alone: needed for
-        several terms, whose sum / count are added. Every rank calls it alike. Raises TaskError, and SystemExit where
-        the run ends early.
+        several terms, whose sum / count are added, each times its weight in `weights` (default: 1). Every rank calls it
+        alike. Raises TaskError, and SystemExit where the run ends early.
         """
         if self._engine is not None:
             raise TaskError("run.steps was called twice: a script has one loop over run.steps")
         self._begin(
-            data, ScriptTask(self._owned, collate=collate, count=count),
+            data, ScriptTask(self._owned, collate=collate, count=count, weights=weights or {}),
             self._options(global_batch_size, max_epoch, max_steps, clip_norm, shuffle=shuffle),
         )  # fmt: skip
         question = self._ask(None)

@@ -23,11 +23,15 @@ Count = Callable[[Any], Mapping[str, float]]
 class ScriptTask(Task):
     """The parts of a script that training, checkpoints and other ranks need. Its loss is computed by the script."""
 
-    def __init__(self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None) -> None:
+    def __init__(
+        self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None, weights: Mapping[str, float]
+    ) -> None:  # fmt: skip
         # no arguments: a script has its own
         self.owned, self.collater, self._count = owned, collate, count
-        if count is None:
-            self.__dict__["term_weights"] = {"loss": 1.0, "count": 0.0}  # of this script, not of its class
+        if count is None and weights:
+            raise TaskError("run.steps got weights= without count=: several terms need the count of each, in advance")
+        # of this script, not of its class
+        self.__dict__["term_weights"] = {"loss": 1.0, "count": 0.0} if count is None else dict(weights)
         self.has_left = False  # the script has left its loop
 
     @property
@@ -91,6 +95,8 @@ def material_of(
         raise TaskError("run.steps got data without a sample")
     is_late = not task.counts_ahead
     terms = LATE_TERMS if is_late else tuple(counts_of(task, task.collater([dataset[0]]), 1))
+    if not is_late and (unknown := sorted(set(task.term_weights) - set(terms))):
+        raise TaskError(f"run.steps got weights for {', '.join(unknown)}: count= counts {', '.join(sorted(terms))}")
     return ScriptMaterial(
         task, dataset, {}, task.owned.model(), terms, place_on(device, precision.storage), seed, device, precision,
         own_loop=OwnLoop(is_late, deadline_s),
