@@ -7,14 +7,13 @@ The script is run as Python runs a program: `sys.argv`, the folder of the script
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import multiprocessing
 import os
 import runpy
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +53,6 @@ class _Process:
     device: torch.device
     closing: ExitStack
     name: str
-    facts: dict[str, str]  # about the script, to compare with the other ranks
     run: Run | None = None
 
 
@@ -84,7 +82,7 @@ def start(*, save_dir: str | None = None, seed: int | None = None, precision: st
         config = replace(config, task=replace(config.task, seed=seed))
     if precision is not None and config.optimization.precision == OptimizationConfig.precision:
         config = replace(config, optimization=replace(config.optimization, precision=precision))
-    _process.run = Run(config, _process.life, device=_process.device, name=_process.name, facts=_process.facts)
+    _process.run = Run(config, _process.life, device=_process.device, name=_process.name)
     return _process.run
 
 
@@ -112,9 +110,7 @@ def run_script(
             life.open_device()
         except Exception as error:
             return report_of_failure(error, placement, is_ready=False, has_log=False)
-        process = _process = _Process(
-            config, life, torch.device(placement.device), closing, _name_of(job), _facts_of(job)
-        )  # fmt: skip
+        process = _process = _Process(config, life, torch.device(placement.device), closing, _name_of(job))
 
         def give_up(error: BaseException) -> NoReturn:
             end_process(line, _failed(error, process, placement))
@@ -202,7 +198,7 @@ def _alone(save_dir: str | None, precision: str | None) -> _Process:
     life.open_device()
     life.give_up = _end
     atexit.register(_close)
-    return _Process(config, life, torch.device(placement.device), closing, Path(script).name, {})
+    return _Process(config, life, torch.device(placement.device), closing, Path(script).name)
 
 
 def _end(error: BaseException) -> NoReturn:
@@ -226,12 +222,3 @@ def _close() -> None:
 
 def _name_of(job: ScriptJob) -> str:
     return job.script if job.is_module else os.path.basename(job.script)
-
-
-def _facts_of(job: ScriptJob) -> dict[str, str]:
-    """The script's content, which all nodes must share."""
-    if job.is_module:
-        return {}
-    with suppress(OSError):
-        return {"source of the script": hashlib.sha256(Path(job.script).read_bytes()).hexdigest()[:12]}
-    return {}

@@ -57,7 +57,7 @@ class Life(Protocol):
         """Rank and number of ranks at the start of this process."""
         ...
 
-    def present(self, config: Config, material: ScriptMaterial, also: Mapping[str, str] | None = None) -> None:
+    def present(self, config: Config, material: ScriptMaterial) -> None:
         """Compare what this rank would train with its peers."""
         ...
 
@@ -78,10 +78,8 @@ class Run:
     stands behind the inner loop runs once for each step.
     """
 
-    def __init__(
-        self, config: Config, life: Life, *, device: torch.device, name: str, facts: Mapping[str, str]
-    ) -> None:
-        self._config, self._life, self._name, self._facts = config, life, name, facts
+    def __init__(self, config: Config, life: Life, *, device: torch.device, name: str) -> None:
+        self._config, self._life, self._name = config, life, name
         self._device, self._precision = device, PRECISIONS[config.optimization.precision]
         self._owned = Owned(device, self._precision.storage)
         self._task: ScriptTask | None = None
@@ -298,7 +296,7 @@ class Run:
         )  # fmt: skip
         self._owned.guard(self._refuse)
         self._config, self._task, self._terms = config, task, material.terms
-        self._life.present(config, material, self._facts)
+        self._life.present(config, material)
         self._engine = self._life.run()
 
     def _ask(self, answer: Part | PeerLost | None) -> Question | None:

@@ -1,6 +1,7 @@
 """A small regression with a loop of its own, whose course it writes down; `own_loops` has what tests say about it.
 
-The words: a folder for what it writes, and one thing to happen: `kill:PLACE:RANK:STEP`, once.
+The words: a folder for what it writes, and one thing to happen: `kill:PLACE:RANK:STEP` or `stop:...`, once. Then
+how many steps it takes, and with how many ranks; until they are there it is slow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ import hetseq
 
 FOLDER, EVENT = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 STEPS = int(os.environ.get("LOOP_STEPS", "16"))
+if len(sys.argv) > 3:
+    STEPS = int(sys.argv[3])
+AWAITED = int(sys.argv[4]) if len(sys.argv) > 4 else 0
 
 
 class Points(torch.utils.data.Dataset[Any]):
@@ -38,11 +43,11 @@ class Points(torch.utils.data.Dataset[Any]):
 
 
 def happen(place: str, step: int) -> None:
-    """Kill this process here, if it is the one that is meant and it has not happened yet."""
-    mark = FOLDER / "happened"
-    if f"kill:{place}:{run.rank}:{step}" == EVENT and not mark.exists():
+    """Kill or stop this process here, if it is the one that is meant and it has not happened yet."""
+    mark, (kind, _, where) = FOLDER / "happened", EVENT.partition(":")
+    if f"{place}:{run.rank}:{step}" == where and not mark.exists():
         mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
 
 def measure(batch: Any) -> dict[str, Any]:
@@ -76,4 +81,6 @@ for step in run.steps(train, global_batch_size=40, max_steps=STEPS, clip_norm=1.
     mean = sum(float(value.double().sum()) for value in average.state_dict().values())
     with (FOLDER / f"course-{os.getpid()}").open("a") as file:
         file.write(json.dumps({**row, "average": mean}) + "\n")
+    if run.world_size < AWAITED:
+        time.sleep(0.4)
 print("behind the loop")
