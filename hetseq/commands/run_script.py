@@ -13,7 +13,7 @@ from hetseq.cluster.membership.assignment import ScriptJob
 from hetseq.config.command_line import Argument, Command
 from hetseq.config.fields import catalogue_of
 from hetseq.config.sections import SECTIONS, Config
-from hetseq.errors import ConfigError
+from hetseq.errors import ConfigError, UnknownOptionError
 from hetseq.system.processes import interrupting_on_signals
 
 COMMAND = Command(
@@ -77,18 +77,25 @@ def parse(argv: Sequence[str]) -> tuple[Config, ScriptJob]:
     if not is_module and not os.path.isfile(words[0]):
         raise ConfigError(f"there is no script {words[0]}: expected the path of a Python file")
     script = words[0] if is_module else os.path.abspath(words[0])
-    config = options.parse(argv[:at], save_dir=f"runs/{os.path.basename(script).removesuffix('.py')}")
-    _check_left(config, words[0])
+    call = " ".join(["hetseq run", *(["-m"] if is_module else []), words[0]])
+    try:
+        config = options.parse(argv[:at], save_dir=f"runs/{os.path.basename(script).removesuffix('.py')}")
+    except UnknownOptionError as error:
+        raise ConfigError(f"{error}; an option of {words[0]} stands behind it: {call} {error.words[0]} ...") from None
+    _check_left(config, words[0], call)
     task = dataclasses.replace(config.task, task=script)
     return dataclasses.replace(config, task=task), ScriptJob(script, tuple(words[1:]), is_module)
 
 
-def _check_left(config: Config, script: str) -> None:
-    """Raise ConfigError for an option that is the script's to say."""
+def _check_left(config: Config, script: str, call: str) -> None:
+    """Raise ConfigError for an option that the script decides."""
     defaults: Any = options.parse([])
     for section in _OF_A_TASK:
         for field in dataclasses.fields(getattr(config, section)):
             value = getattr(getattr(config, section), field.name)
             if field.name not in _LEFT and value != getattr(getattr(defaults, section), field.name):
                 flag = catalogue_of(SECTIONS)[field.name].flags[0]
-                raise ConfigError(f"{flag} is the script's to say: leave it out, and say it in {script}")
+                raise ConfigError(
+                    f"{flag} is the script's business: say it in {script}, or behind it if {script} takes it: {call}"
+                    f" {flag} ..."
+                )

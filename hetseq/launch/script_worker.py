@@ -7,6 +7,7 @@ The script is run as Python runs a program: `sys.argv`, the folder of the script
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from hetseq import config as options
 from hetseq.cluster.membership.assignment import Assignment, ScriptJob
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config, OptimizationConfig, TaskConfig
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, TaskError
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, ConfigError, TaskError
 from hetseq.launch.launch import local_devices
 from hetseq.launch.launcher_link import LauncherLink, NoLauncher
 from hetseq.launch.rank_life import LeftBehindError, RankLife
@@ -131,10 +132,25 @@ def _execute(job: ScriptJob) -> None:
     sys.argv = [job.script, *job.arguments]
     if job.is_module:
         sys.path.insert(0, os.getcwd())
+        _check_module(job.script)
         runpy.run_module(job.script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(job.script)))
         runpy.run_path(job.script, run_name="__main__")
+
+
+def _check_module(name: str) -> None:
+    """Raise ConfigError if `python -m name` would find no module to run."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package above it imports something else that is missing
+        found = None
+    if found is None:
+        raise ConfigError(f"-m {name}: there is no such module, neither in {os.getcwd()} nor installed")
+    if found.submodule_search_locations is not None and importlib.util.find_spec(f"{name}.__main__") is None:
+        raise ConfigError(f"-m {name}: a package without __main__.py: name the module in it that trains")
 
 
 def _why_unfinished(process: _Process) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hetseq.errors import TaskError, few
+from hetseq.loop.refusals import refuse_module
 from hetseq.parallel.replica import check_model
 
 _OPTIMIZER = "optimizer"  # the key of its settings in the state of a script
@@ -31,6 +32,7 @@ class Owned:
         if given is not None and not given.isidentifier():
             raise TaskError(f"run.own: {given!r} is no name")
         if isinstance(thing, torch.nn.Module):
+            refuse_module(thing)
             check_model(thing)
             thing.to(self._device, self._dtype)
             self._modules[name] = thing

@@ -23,6 +23,7 @@ from hetseq.errors import EXIT_DONE, TaskError
 from hetseq.loop.between import Results, together
 from hetseq.loop.check import Check
 from hetseq.loop.owned import Owned
+from hetseq.loop.refusals import refuse_data
 from hetseq.loop.script_task import Count, ScriptMaterial, ScriptTask, material_of
 from hetseq.loop.step import Step
 from hetseq.run.task_hooks import Call
@@ -183,6 +184,7 @@ class Run:
         same bits on any number of ranks. Between two steps every rank calls it; before and after the loop each rank
         measures all data by itself. Raises TaskError.
         """
+        refuse_data("run.evaluate", data)
         source = Source(data, collate, lambda *_: (), place_on(self._device, self._precision.storage), 0,
                         self._config.task.seed)  # fmt: skip
         pieces = [(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]

@@ -11,6 +11,7 @@ import torch
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import TaskError
 from hetseq.loop.owned import Owned
+from hetseq.loop.refusals import refuse_data, refuse_process_group
 from hetseq.run.loaded_task import LoadedTask, OwnLoop
 from hetseq.task import Task, TrainedStep, counts_of
 from hetseq.training.precision import Precision
@@ -86,13 +87,8 @@ def material_of(
 ) -> ScriptMaterial:  # fmt: skip
     """The script `name` as the rest of HetSeq sees it. Raises TaskError, and errors of the data set."""
     task.__class__ = type(name, (ScriptTask,), {"__module__": ScriptTask.__module__})  # its name in messages
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TaskError(
-            f"run.steps got a {type(dataset).__name__} as its data: expected a data set with __len__ and __getitem__,"
-            " since a sample is named by its number on every rank"
-        )
-    if not len(dataset):
-        raise TaskError("run.steps got data without a sample")
+    refuse_process_group()
+    refuse_data("run.steps", dataset)
     is_late = not task.counts_ahead
     terms = LATE_TERMS if is_late else tuple(counts_of(task, task.collater([dataset[0]]), 1))
     if not is_late and (unknown := sorted(set(task.term_weights) - set(terms))):
