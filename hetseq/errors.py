@@ -40,6 +40,14 @@ class ConfigError(HetSeqError):
     slug = "option-refused"
 
 
+class UnknownOptionError(ConfigError):
+    """Options that do not exist; `words` are these as they were typed."""
+
+    def __init__(self, message: str, words: Sequence[str]) -> None:
+        super().__init__(message)
+        self.words = words
+
+
 class DataError(HetSeqError):
     """A data file that is missing, empty, truncated or of another kind."""
 

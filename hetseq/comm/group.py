@@ -316,6 +316,11 @@ class GlooGroup:
         return self._process_group
 
 
+def has_process_group() -> bool:
+    """Whether this process has a process group of torch.distributed, which HetSeq never makes."""
+    return dist.is_available() and dist.is_initialized()
+
+
 class LocalGroup:
     """A group of one: every sum is its own term."""
 

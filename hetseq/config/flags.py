@@ -12,7 +12,7 @@ from typing import Any
 
 from hetseq import registry
 from hetseq.config.fields import Found, Option, Reading
-from hetseq.errors import ConfigError
+from hetseq.errors import ConfigError, UnknownOptionError
 
 
 def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
@@ -60,14 +60,15 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
 def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option], also: Collection[str] = ()) -> None:
     """Raise ConfigError for unknown words and keys, each with the nearest name; `also`: further flags."""
     flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help", "--help-all", *also]
-    refused = []
+    refused, words = [], []
     for word in [entry.value for entry in line.unknown]:
         if word.startswith("-") and word.strip("-"):
             guess = registry.nearest(word.replace("_", "-"), flags)
             hint = f"did you mean {guess}?" if guess else "`hetseq train --help-all` lists them"
             refused.append(f"unknown option {word}: {hint}")
+            words.append(word)
     if refused:
-        raise ConfigError("; ".join(refused))
+        raise UnknownOptionError("; ".join(refused), words)
     for entry in line.unknown:
         meant = _meant_by(entry.value) if "task" not in line.found else None
         hint = f": did you mean {meant}?" if meant else ", and a list is written with commas, as in 1,2,4"

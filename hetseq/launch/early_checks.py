@@ -10,17 +10,21 @@ from __future__ import annotations
 from contextlib import suppress
 
 from hetseq import registry
+from hetseq.cluster.membership.assignment import Errand, ScriptJob
 from hetseq.config.sections import Config
 from hetseq.run_directory import check_unused
 
 
-def check_command(config: Config) -> None:
+def check_command(config: Config, errand: Errand | None = None) -> None:
     """Refuse a command with which no worker of this node could start. Raises HetSeqError."""
     task, user_dir = config.task.task, config.task.user_dir
     if config.distributed.meeting_url is None:  # otherwise it may be the directory of another node that is used
         check_unused(config.checkpoint.save_dir, begins_anew=config.checkpoint.which_checkpoint != "latest")
     registry.check_user_dir(user_dir)
-    if registry.is_address(task):
+    if isinstance(errand, ScriptJob):
+        if not errand.is_module:  # the file of a module is found by the import of its package
+            registry.check_address(errand.script)
+    elif registry.is_address(task):
         registry.check_address(task)
     elif user_dir is None:
         registry.check_name("task", task)

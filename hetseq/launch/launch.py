@@ -66,7 +66,7 @@ def launch(config: Config, errand: Errand | None = None) -> Ending:
     config = _with_memory_of_environment(config)
     is_inference = isinstance(errand, InferenceJob)
     seen = None if is_inference else _see(config.distributed)
-    refusal = _refusal_of(config)
+    refusal = _refusal_of(config, errand)
     is_among_others = config.distributed.meeting_url is not None or (seen is not None and not seen.is_alone)
     if refusal is not None and not is_among_others:
         raise refusal
@@ -109,9 +109,9 @@ def _first_line(config: Config, devices: Sequence[str], *, is_run: bool) -> str:
     return " · ".join([*parts, f"starting {workers} on {socket.gethostname()} ({few(devices, most=8)})"])
 
 
-def _refusal_of(config: Config) -> HetSeqError | None:
+def _refusal_of(config: Config, errand: Errand | None) -> HetSeqError | None:
     try:
-        check_command(config)
+        check_command(config, errand)
     except HetSeqError as error:
         return error
     return None

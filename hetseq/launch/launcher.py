@@ -191,7 +191,7 @@ class Launcher:
     def _claim(self, member: Member) -> None:
         member.send(
             "claim", claim=claim_of(self._config.distributed, len(self._devices)).to_record(),
-            address=member.address, door=member.door, fields=node_fields(self._config), build=build_tag(),
+            address=member.address, door=member.door, fields=node_fields(self._config, self._errand), build=build_tag(),
             save_dir=os.path.abspath(self._config.checkpoint.save_dir),
         )  # fmt: skip
 
@@ -441,7 +441,7 @@ class Launcher:
                 self._keeping.enter_context(taken_over(self._directory, _tell))
         placements, limits = self._placements, self._config.distributed
         orphans = Orphans(
-            socket.gethostname(), os.getpid(), member.address, node_fields(self._config),
+            socket.gethostname(), os.getpid(), member.address, node_fields(self._config, self._errand),
             {slot: placement.starts for slot, placement in placements.items()}, self._started, self._presented,
             self._parts,
             str(self._directory.path), self._directory.run_id, next(iter(placements.values())).name,

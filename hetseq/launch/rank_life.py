@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -129,12 +129,12 @@ class RankLife:
         if device.type == "cuda" and config.optimization.precision == "bf16" and not gpu.has_bf16(device):
             logger.warning("%s has no bf16: torch emulates it, several times slower than --precision fp16", device)
 
-    def present(self, config: Config, material: LoadedTask, also: Mapping[str, str] | None = None) -> None:
-        """Tell the peers what this rank would train, by the options of `config`; `also`: further fields to compare."""
+    def present(self, config: Config, material: LoadedTask) -> None:
+        """Tell the peers what this rank would train, by the options of `config`."""
         self._config, self._material = config, material
         faults.point("loading")
         whereabouts.enter(Phase.MEETING)
-        self._line.present({**rank_fields(config, material), **(also or {})})
+        self._line.present(rank_fields(config, material))
 
     @property
     def first_place(self) -> tuple[int, int]:

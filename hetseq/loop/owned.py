@@ -10,6 +10,7 @@ import torch
 
 from hetseq.errors import TaskError, few
 from hetseq.loop.joint_optimizer import joined, parameters_of
+from hetseq.loop.refusals import refuse_module
 from hetseq.parallel.replica import check_model
 
 _OPTIMIZER = "optimizer"  # the key of its settings in the state of a script
@@ -35,6 +36,7 @@ class Owned:
         if given is not None and not given.isidentifier():
             raise TaskError(f"run.own: {given!r} is no name")
         if isinstance(thing, torch.nn.Module):
+            refuse_module(thing)
             check_model(thing)
             thing.to(self._device, self._dtype)
             self._modules[name] = thing

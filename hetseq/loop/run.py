@@ -25,11 +25,13 @@ from hetseq.errors import EXIT_DONE, TaskError, few
 from hetseq.loop.between import Results, together
 from hetseq.loop.check import Check
 from hetseq.loop.owned import Owned
+from hetseq.loop.refusals import refuse_data
 from hetseq.loop.script_task import Count, ScriptMaterial, ScriptTask, material_of
 from hetseq.loop.step import Step
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.run.task_hooks import Call
 from hetseq.system import rank_phase as whereabouts
+from hetseq.system.processes import holding_interrupts
 from hetseq.system.rank_phase import Phase
 from hetseq.training.precision import PRECISIONS
 from hetseq.training.share import Part
@@ -62,7 +64,7 @@ class Life(Protocol):
         """Rank and number of ranks at the start of this process."""
         ...
 
-    def present(self, config: Config, material: ScriptMaterial, also: Mapping[str, str] | None = None) -> None:
+    def present(self, config: Config, material: ScriptMaterial) -> None:
         """Compare what this rank would train with its peers."""
         ...
 
@@ -84,10 +86,10 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, life: Life, *, device: torch.device, name: str, facts: Mapping[str, str],
-        only_checks: bool = False,
+        self, config: Config, life: Life, *, device: torch.device, name: str, is_alone: bool = False,
+        tell_check: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        self._config, self._life, self._name, self._facts = config, life, name, facts
+        self._config, self._life, self._name = config, life, name
         self._device, self._precision = device, PRECISIONS[config.optimization.precision]
         self._owned = Owned(device, self._precision.storage)
         self._task: ScriptTask | None = None
@@ -95,7 +97,10 @@ class Run:
         self._question: Question | None = None
         self._step: Step | None = None  # the one that the script is in, or has just ended
         self._wants_to_stop = False
-        self.only_checks = only_checks
+        self._tell_check = tell_check  # with it, the run ends before its first update
+        self._is_alone = is_alone  # the only rank, without a launcher
+        self._loops, self._asked = 0, dict[str, Any]()  # how often `steps` was called, and with what
+        self.is_closed = False
         self._buffers: BufferKeeper | None = None
         self._rank, self._world_size = life.first_place
         self._is_in_engine, self._is_before_session = False, False
@@ -148,6 +153,7 @@ class Run:
         max_steps: int | None = None,
         collate: Callable[[Any], Any] = default_collate,
         count: Count | None = None,
+        weights: Mapping[str, float] | None = None,
         metrics: Sequence[str] = (),
         phases: int = 1,
         clip_norm: float = 0.0,
@@ -159,17 +165,26 @@ class Run:
         an epoch may be smaller. The loop ends after `max_epoch` epochs or `max_steps` applied steps, the first to come,
         or when every rank leaves it by `break`, or after `stop`. `clip_norm` limits the L2 norm of the gradient (0: no
         limit). `count(batch)` gives the denominator of each loss term, from the collated batch alone: needed for
-        several terms, whose sum / count are added. `metrics` are the names of what `step.add` adds. `phases` is the
-        number of updates in a step, each with an inner loop over the same samples (`step.of`). Every rank calls it
-        alike. Raises TaskError, and SystemExit where the run ends early.
+        several terms, whose sum / count are added, each times its weight in `weights` (default: 1). `metrics` are the
+        names of what `step.add` adds. `phases` is the number of updates in a step, each with an inner loop over the
+        same samples (`step.of`). Every rank calls it alike. In a notebook a cell that was interrupted may run again,
+        with the same arguments: it continues where it was. Raises TaskError, and SystemExit where the run ends early.
         """
-        if self._engine is not None:
-            raise TaskError("run.steps was called twice: a script has one loop over run.steps")
-        self._begin(
-            data, ScriptTask(self._owned, collate=collate, count=count, phases=phases), metrics,
-            self._options(global_batch_size, max_epoch, max_steps and max_steps * phases, clip_norm, shuffle=shuffle),
-        )  # fmt: skip
-        question = self._ask(None)
+        mine = self._loops = self._loops + 1
+        asked = {
+            "data": data, "global_batch_size": global_batch_size, "max_epoch": max_epoch, "max_steps": max_steps,
+            "collate": collate, "count": count, "weights": weights, "metrics": tuple(metrics), "phases": phases,
+            "clip_norm": clip_norm, "shuffle": shuffle,
+        }  # fmt: skip
+        if mine > 1:
+            question = self._again(asked)
+        else:
+            task = ScriptTask(self._owned, collate=collate, count=count, weights=weights or {}, phases=phases)
+            config = self._options(
+                global_batch_size, max_epoch, max_steps and max_steps * phases, clip_norm, shuffle=shuffle
+            )
+            self._begin(data, task, metrics, config)
+            self._asked, question = asked, self._ask(None)
         while question is not None:
             assert isinstance(question, Compute), "a step that was settled before its micro-batches were given"
             self._is_before_session = False
@@ -177,7 +192,7 @@ class Run:
             try:
                 yield step
             except GeneratorExit:  # `break`, or an exception on its way out of the script
-                if step.is_settled and _is_break(sys._getframe().f_back):
+                if mine == self._loops and step.is_settled and _is_break(sys._getframe().f_back):
                     self._leave()
                 return
             if not step.is_settled:
@@ -199,6 +214,7 @@ class Run:
         same bits on any number of ranks. Between two steps every rank calls it; before and after the loop each rank
         measures all data by itself. Raises TaskError.
         """
+        refuse_data("run.evaluate", data)
         source = Source(data, collate, lambda *_: (), place_on(self._device, self._precision.storage), 0,
                         self._config.task.seed)  # fmt: skip
         pieces = [(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]
@@ -232,9 +248,15 @@ class Run:
         return result
 
     def close(self) -> None:
-        """At the end of the script: a loop that it has left after a step ends the run. HetSeq calls it."""
+        """End the run, after a loop that was left by `break`; a step that is not complete is lost.
+
+        At the end of the script HetSeq calls it.
+        """
+        self.is_closed = True
         if isinstance(self._question, (Settled, Between)) and not self.is_in_step:
             self._leave()
+        elif self._is_alone and self._engine is not None:
+            self._engine.close()
 
     @property
     def is_in_step(self) -> bool:
@@ -296,8 +318,13 @@ class Run:
         level = logging.WARNING if self.is_first and not self.only_checks else logging.INFO
         return Check(question, self._script, has_late_count=self._terms.has_late_count, level=level)
 
+    @property
+    def only_checks(self) -> bool:
+        return self._tell_check is not None
+
     def tell(self, found: str, *, is_last: bool) -> None:
-        print(f"hetseq run --check: {found}")
+        assert self._tell_check is not None
+        self._tell_check(found)
         if is_last:
             self.report = {"code": EXIT_DONE}
             raise SystemExit(EXIT_DONE)
@@ -352,7 +379,7 @@ class Run:
         )  # fmt: skip
         self._owned.guard(self._refuse)
         self._config, self._task, self._terms = config, task, material.sums
-        self._life.present(config, material, self._facts)
+        self._life.present(config, material)
         self._engine = self._life.run()
 
     def _ask(self, answer: Part | PeerLost | None) -> Question | None:
@@ -362,7 +389,8 @@ class Run:
             whereabouts.enter(Phase.BOUNDARY)
         self._question, self._is_in_engine = None, True
         try:
-            self._question = self._engine.send(answer)
+            with holding_interrupts():
+                self._question = self._engine.send(answer)
         except StopIteration as end:
             self.report = end.value
             if self.report["code"] != EXIT_DONE:
@@ -372,6 +400,20 @@ class Run:
         if self._question is not None:
             self._rank, self._world_size = self._group.rank, self._group.world_size
         return self._question
+
+    def _again(self, asked: Mapping[str, Any]) -> Question | None:
+        """The question for a loop over a run whose loop was interrupted. Raises TaskError."""
+        if not self._is_alone or self.report is not None or self.is_closed:
+            remedy = "; run.close() and hetseq.start() begin another run" if self._is_alone else ""
+            raise TaskError(f"run.steps was called twice: a script has one loop over run.steps{remedy}")
+        others = [name for name, value in asked.items() if not _is_same(value, self._asked.get(name))]
+        if others or self._question is None:
+            why = f"was given another {few(others)}" if others else "was interrupted in the middle of an update"
+            raise TaskError(
+                f"run.steps continues a loop that was interrupted, and {why}: run.close() and hetseq.start() begin"
+                " another run"
+            )
+        return self._question if isinstance(self._question, Compute) else self._ask(None)
 
     def _exit(self) -> NoReturn:
         """End the script of a rank whose run ends in the middle of it; `finally` blocks run."""
@@ -391,7 +433,9 @@ class Run:
             self._life.give_up(error)
 
     def _refuse(self, call: str) -> None:
-        if not self._is_in_engine and self.report is None:  # behind the loop the script may train on
+        if (
+            not (self._is_in_engine or self.is_closed) and self.report is None
+        ):  # behind the loop the script may train on
             raise TaskError(f"{call} was called by the script: the step does that, when its micro-batches are used up")
 
     # between two steps
@@ -451,6 +495,13 @@ def _is_break(frame: FrameType | None) -> bool:
     """Whether the frame drops a loop's iterator by `break` or `return`, not because of an exception."""
     code = None if frame is None else frame.f_code.co_code
     return code is not None and frame is not None and dis.opname[code[frame.f_lasti]].startswith("POP_")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two arguments mean the same; a function does that was defined again by the same words."""
+    if callable(one) and callable(other):
+        return bool(getattr(one, "__code__", one) == getattr(other, "__code__", other))
+    return one is other or (isinstance(one, (int, float, tuple, dict)) and bool(one == other))
 
 
 _NAMES = {Call.EVALUATE: "run.evaluate", Call.ONLY_FIRST: "run.only_first"}

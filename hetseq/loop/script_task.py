@@ -12,6 +12,7 @@ from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import TaskError
 from hetseq.loop.owned import Owned
+from hetseq.loop.refusals import refuse_data, refuse_process_group
 from hetseq.run.loaded_task import LoadedTask, OwnLoop
 from hetseq.task import Task, TrainedStep, counts_of
 from hetseq.training.precision import Precision
@@ -51,9 +52,15 @@ class Terms:
 class ScriptTask(Task):
     """The parts of a script that training, checkpoints and other ranks need. Its loss is computed by the script."""
 
-    def __init__(self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None, phases: int) -> None:
+    def __init__(
+        self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None, weights: Mapping[str, float],
+        phases: int,
+    ) -> None:  # fmt: skip
         # no arguments: a script has its own
         self.owned, self._collate, self._count, self.phases = owned, collate, count, phases
+        if count is None and weights:
+            raise TaskError("run.steps got weights= without count=: several terms need the count of each, in advance")
+        self._weights = weights
         self.has_left = False  # the script has left its loop
         self.collate_seed: int | None = None  # with it, what the collater draws begins anew
 
@@ -63,8 +70,13 @@ class ScriptTask(Task):
         return self._collate(samples)
 
     def weigh(self, terms: Terms) -> None:
-        """Only the terms of the loss have a weight: set for this script, not for its class."""
-        self.__dict__["term_weights"] = {name: float(name in terms.losses) for name in terms.names}
+        """Give the terms of the loss their weights, and others none. Raises TaskError for a weight of no term."""
+        if unknown := sorted(set(self._weights) - set(terms.losses)):
+            raise TaskError(
+                f"run.steps got weights for {', '.join(unknown)}: count= counts {', '.join(sorted(terms.losses))}"
+            )
+        weights = {name: self._weights.get(name, 1.0) if name in terms.losses else 0.0 for name in terms.names}
+        self.__dict__["term_weights"] = weights  # of this script, not of its class
 
     @property
     def counts_ahead(self) -> bool:
@@ -126,13 +138,8 @@ def material_of(
 ) -> ScriptMaterial:  # fmt: skip
     """The script `name` as the rest of HetSeq sees it. Raises TaskError, and errors of the data set."""
     task.__class__ = type(name, (ScriptTask,), {"__module__": ScriptTask.__module__})  # its name in messages
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TaskError(
-            f"run.steps got a {type(dataset).__name__} as its data: expected a data set with __len__ and __getitem__,"
-            " since a sample is named by its number on every rank"
-        )
-    if not len(dataset):
-        raise TaskError("run.steps got data without a sample")
+    refuse_process_group()
+    refuse_data("run.steps", dataset)
     is_late = not task.counts_ahead
     losses = ("loss",) if is_late else tuple(counts_of(task, task.collater([dataset[0]]), 1))
     terms = Terms(losses, is_late, tuple(metrics))

@@ -34,6 +34,7 @@ from hetseq.cluster.membership.compatibility import (
     LOSS,
     NOT_COMPARED,
     PART,
+    SCRIPT,
     Fields,
     digest,
     file_state,
@@ -84,6 +85,8 @@ class TaskToCompare(Protocol):
     def trial(self) -> LossTrial: ...
     @property
     def part(self) -> str: ...
+    @property
+    def own_loop(self) -> object | None: ...
 
 
 def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], float] = time.monotonic) -> Fields:
@@ -95,7 +98,7 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
     fields = {
         "--lr": ",".join(repr(float(rate)).removesuffix(".0") for rate in learning_rates(config.optimization)),
         **option_fields(config.extras.values()),
-        **_code_fields(material),
+        **(_task_fields(material) if material.own_loop is None else _script_fields(material)),
         **_model_fields(material.model),
     }
     deadline_s = now() + _PATIENCE_S
@@ -143,10 +146,19 @@ def data_digest(dataset: Any, seed: int) -> str:
 # Code
 
 
-def _code_fields(material: TaskToCompare) -> Fields:
+def _script_fields(material: TaskToCompare) -> Fields:
+    """The script with a loop of its own, and the modules beside it that it has imported."""
+    path, modules = _file_of("__main__"), {"__main__", *_modules_of(material.train, *material.model.modules())}
+    return {
+        SCRIPT: NOT_COMPARED if path is None else listed_files([(path.name, file_state(path))]),
+        "modules of the script": listed_files(_modules_beside(modules)),
+        "packages of the script": listed_files(_packages(modules)),
+    }
+
+
+def _task_fields(material: TaskToCompare) -> Fields:
     """The files of the task's class and of its bases, and the user's other code in a run."""
-    used = (material.task, material.train, *material.model.modules())
-    modules = {kind.__module__ for thing in used for kind in type(thing).__mro__ if not _is_known(kind.__module__)}
+    modules = _modules_of(material.task, material.train, *material.model.modules())
     own = [kind for kind in type(material.task).__mro__ if not _is_known(kind.__module__)]
     return {
         "task": type(material.task).__qualname__,
@@ -154,6 +166,11 @@ def _code_fields(material: TaskToCompare) -> Fields:
         "modules of the task": listed_files(_modules_beside(modules)),
         "packages of the task": listed_files(_packages(modules)),
     }
+
+
+def _modules_of(*used: Any) -> set[str]:
+    """The names of the user's modules that define the classes of these objects."""
+    return {kind.__module__ for thing in used for kind in type(thing).__mro__ if not _is_known(kind.__module__)}
 
 
 def _is_known(module: str) -> bool:
@@ -182,8 +199,9 @@ def _modules_beside(names: Iterable[str]) -> set[tuple[str, str]]:
     A helper beside the task's file belongs to the task, whether one of its classes is in use or not.
     """
     roots = set()
+    main = getattr(sys.modules["__main__"], "__spec__", None)  # of a script that was started by -m
     for name in names:
-        path = _file_of(name)
+        path, name = _file_of(name), main.name if name == "__main__" and main is not None else name
         if path is not None and not _is_installed(path):
             top = _file_of(name.partition(".")[0]) if "." in name else None
             roots.add((top or path).parent)

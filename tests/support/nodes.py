@@ -1,9 +1,9 @@
 """Several launchers on this one machine, each like a separate node: started, watched, ended.
 
 `Nodes` are the nodes of one test. `nodes.start("--lr", 0.1, ...)` is `hetseq train --lr 0.1 ...` in its own folder and
-home, with the test's secret, and on loopback only. `nodes.finish()` waits for all of
-them and returns the output and end time of each. Nothing waits without a deadline, and processes that remain when the
-test ends are killed by their process id.
+home, with the test's secret, and on loopback only; with `script=[...]` it is `hetseq run`. `nodes.finish()` waits for
+all of them and returns the output and end time of each. Nothing waits without a deadline, and processes that remain
+when the test ends are killed by their process id.
 
 A start takes seconds to import torch, so nodes run in warm processes (`Stock`), but still with a fresh worker process
 per rank. `cold=True` is a command line from its first instruction: for tests that kill a launcher. A test's own
@@ -293,6 +293,7 @@ class Nodes:
     def start(
         self,
         *words: object,
+        script: Sequence[object] = (),
         cold: bool = False,
         program: Sequence[str] = TRAIN,
         process: Process | None = None,
@@ -300,11 +301,14 @@ class Nodes:
         cwd: Path | None = None,
         secret: Path | None = None,
     ) -> Node:
-        """`hetseq train WORDS` as one more node: `cold` (with `program`), in a test's own process, or in a warm one."""
+        """`hetseq train WORDS` as one more node: `cold` (with `program`), in a test's own process, or in a warm one.
+
+        With a script, and its arguments, it is `hetseq run WORDS SCRIPT`, not cold.
+        """
         name = f"node{self._count}"
         self._count += 1
         cwd = cwd or self._new_folder(name)
-        args = [*map(str, words), "--secret-file", str(secret or self.secret)]
+        args = [*map(str, words), "--secret-file", str(secret or self.secret), *map(str, script)]
         own = environment or {}
         if cold:
             command = Command(args, cwd=cwd, env=_environment({"HOME": str(cwd), **own}), program=program)
@@ -312,7 +316,7 @@ class Nodes:
         else:
             warm, is_lent = process or self._take(), process is None
             seen, before = (_size(warm.out), _size(warm.err)), living_under(warm.pid)
-            warm.request(["train", *args], cwd=cwd, environment=own)
+            warm.request(["run" if script else "train", *args], cwd=cwd, environment=own)
             node = Node(name, cwd, args, warm, time.monotonic(), is_lent, seen, before)
         self.started.append(node)
         return node

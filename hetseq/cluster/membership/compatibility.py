@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import hetseq
+from hetseq.cluster.membership.assignment import Errand, ScriptJob
 from hetseq.config.sections import (
     SECTIONS,
     CheckpointConfig,
@@ -45,6 +46,7 @@ PROTOCOL = "1"
 NOT_COMPARED = "not compared"
 PART = "part of the training data"  # which part this rank reads; this field may differ, see `data_by_host`
 BUILD = "build of torch"  # such as cu126; it may differ, and tells where this node finds another torch
+SCRIPT = "sha256 of the script"
 LOSS = "loss of the first two samples"  # the mean of each term, with its tolerances
 DIGEST_DIGITS = 12
 
@@ -54,7 +56,7 @@ _MOST_FILES = 1000
 _SMALLEST = 1e-30  # when comparing two numbers, a smaller difference counts as zero
 
 
-def node_fields(config: Config) -> Fields:
+def node_fields(config: Config, errand: Errand | None = None) -> Fields:
     """The fields that a launcher presents for its node; needs no task, no data and no torch.
 
     An unreadable file is a value here, not an error: it differs from the other nodes' value, or the task reports it.
@@ -70,6 +72,8 @@ def node_fields(config: Config) -> Fields:
         "file of --config-file": _file_or_folder(config.task.config_file),
         "modules of --user-dir": _modules_in(config.task.user_dir),
     }
+    if isinstance(errand, ScriptJob):  # of a module the rank finds the file
+        return fields if errand.is_module else {**fields, SCRIPT: _file_or_folder(errand.script)}
     place = config.task.task if config.task.task.endswith(".py") else config.task.task.rpartition(":")[0]
     if place.endswith(".py"):
         fields["file of --task"] = _file_or_folder(place)
@@ -418,6 +422,7 @@ class _Kind:
 
 
 _COPY_TASK = "copy the same task files to all nodes"
+_COPY_SCRIPT = "copy the same script, and the modules beside it, to all nodes"
 _COPY_DATA = (
     "use the same data on all nodes (copy the files from one of them), or give --data-by-host if each host is to have"
     " its own part of the training data"
@@ -437,12 +442,14 @@ _KINDS = (
     _Kind(("source of hetseq",), _files, _SAME_COMMIT, "code-differs"),
     _Kind(("--lr",), _texts, "give all nodes the same options", "options-differ", is_optional=True),
     _Kind(("--",), _texts, "give all nodes the same options", "options-differ"),
+    _Kind((SCRIPT,), _files, _COPY_SCRIPT, "code-differs", is_optional=True),
+    _Kind(("modules of the script",), _common_files, _COPY_SCRIPT, "code-differs", is_optional=True),
     _Kind(("file of --task",), _files, _COPY_TASK, "code-differs", is_optional=True),
     _Kind(("file of ", "modules of --user-dir"), _files, "use files of the same content on all nodes", "code-differs"),
     _Kind(("task",), _texts, "name the same --task on all nodes", "options-differ"),
     _Kind(("source of the task",), _files, _COPY_TASK, "code-differs"),
     _Kind(("modules of the task",), _common_files, _COPY_TASK, "code-differs"),
-    _Kind(("packages of the task",), _common_files, _INSTALL, "versions-differ"),
+    _Kind(("packages of the task", "packages of the script"), _common_files, _INSTALL, "versions-differ"),
     _Kind(("parameters", "buffers", "modules"), _lists, _SAME_MODEL, "model-differs"),
     _Kind((PART, BUILD), _anything, "", "data-differ"),
     _Kind(("vocabulary of ",), _texts, _SAME_VOCABULARY, "data-differ"),

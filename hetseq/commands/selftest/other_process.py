@@ -73,7 +73,9 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     seed_everything(config.task.seed)
     model = build_model(task)
     config = replace(config, data=replace(config.data, data_by_host=False))
-    return rank_fields(config, SimpleNamespace(task=task, train=train, valid={}, model=model, trial=LossTrial()))
+    return rank_fields(
+        config, SimpleNamespace(task=task, train=train, valid={}, model=model, trial=LossTrial(), own_loop=None)
+    )
 
 
 def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[SelftestFinding]:

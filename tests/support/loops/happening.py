@@ -13,11 +13,11 @@ FOLDER, EVENT = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 
 
 def happen(place: str, rank: int, step: int) -> None:
-    """Kill this process here, if it is the one that is meant (`kill:PLACE:RANK:STEP`), once in a run."""
-    mark = FOLDER / "happened"
-    if f"kill:{place}:{rank}:{step}" == EVENT and not mark.exists():
+    """End or halt this process here, if it is the one that is meant (`kill:PLACE:RANK:STEP` or `stop:...`), once."""
+    mark, (kind, _, where) = FOLDER / "happened", EVENT.partition(":")
+    if f"{place}:{rank}:{step}" == where and not mark.exists():
         mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 
 
 def note(row: dict[str, Any]) -> None:

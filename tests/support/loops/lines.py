@@ -1,11 +1,14 @@
 """A small regression with a loop of its own, whose course it writes down; `own_loops` has what tests say about it.
 
-The words: a folder for what it writes, and one thing to happen: `kill:PLACE:RANK:STEP`, once.
+The words: a folder for what it writes, and one thing to happen: `kill:PLACE:RANK:STEP` or `stop:...`, once. Then
+how many steps it takes, and with how many ranks; until they are there it is slow.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ import hetseq
 from tests.support.loops.happening import happen, note
 
 STEPS = int(os.environ.get("LOOP_STEPS", "16"))
+if len(sys.argv) > 3:
+    STEPS = int(sys.argv[3])
+AWAITED = int(sys.argv[4]) if len(sys.argv) > 4 else 0
 
 
 class Points(torch.utils.data.Dataset[Any]):
@@ -63,4 +69,6 @@ for step in run.steps(train, global_batch_size=40, max_steps=STEPS, clip_norm=1.
         row["valid"] = run.evaluate(valid, measure, batch_size=8)
     mean = sum(float(value.double().sum()) for value in average.state_dict().values())
     note({**row, "average": mean})
+    if run.world_size < AWAITED:
+        time.sleep(0.4)
 print("behind the loop")

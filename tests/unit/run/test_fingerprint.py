@@ -51,6 +51,7 @@ def material(
         valid={} if valid is None else {"valid": valid},
         model=model or nn.Linear(3, 2),
         trial=trial or LossTrial(),
+        own_loop=None,
     )
 
 
