@@ -49,6 +49,12 @@ def measure(batch: Any) -> dict[str, Any]:
 run, now = hetseq.start(seed=5), 0
 model: Any = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+if os.environ.get("LOOP_OPTIMIZER") == "muon":
+    groups = [{"params": [model[0].weight], "use_muon": True}, {"params": [model[0].bias, *model[2].parameters()]}]
+    optimizer = hetseq.Muon(groups, lr=0.02)
+elif os.environ.get("LOOP_OPTIMIZER") == "torch_muon":
+    model = nn.Sequential(nn.Linear(6, 24, bias=False), nn.Tanh(), nn.Linear(24, 1, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
 scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / 4) * 0.9**k)
 average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda mean, new, _: 0.8 * mean + 0.2 * new)
 for parameter in average.parameters():
