@@ -26,7 +26,7 @@ class Best:
         self.loss, self.epochs_since = float("inf"), 0
 
     def see(self, loss):
-        """Whether to go on after an epoch with this loss."""
+        """Whether to continue after an epoch with this loss."""
         self.loss, self.epochs_since = (loss, 0) if loss < self.loss else (self.loss, self.epochs_since + 1)
         return self.epochs_since < PATIENCE
 
@@ -64,8 +64,8 @@ for step in run.steps(train, global_batch_size=100, max_epoch=100, metrics=("rig
     if step.ends_epoch:
         values = run.evaluate(valid, measure, batch_size=50)
         plateau.step(values["loss"])
-        goes_on = best.see(values["loss"])
+        continues = best.see(values["loss"])
         if run.is_first:
             print(f"epoch {step.epoch}: {step.metrics['right']:.1%} right, of others {values['right']:.1%}")
-        if not goes_on:
+        if not continues:
             break

@@ -2,8 +2,8 @@
 
 The body of an inner loop can be repeated, so the first micro-batch of the step is computed four times without being
 sent: whole, the same again, whole with other random numbers, and in halves. If the gradients of the halves do not add
-up to that of the whole, the loop is not exact. `hetseq run --check` cuts it in more ways. The micro-batch stands for
-the whole step, and no other rank takes part, since a rank that joins is alone in its first step.
+up to the gradient of the whole, the loop is not exact. `hetseq run --check` cuts it in more ways. The micro-batch
+stands for the whole step, and no other rank takes part, since a rank that joins is alone in its first step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Check:
         self._is_stray = is_stray
 
     def passes(self, *, is_thorough: bool) -> Iterator[tuple[list[MicroBatch], int]]:
-        """The micro-batches of each pass, and what is added to their seed."""
+        """The micro-batches of each pass, and a number that is added to their seed."""
         sizes = self._question.computer.sizes
         self._size = max((batch.size for batch in self._question.data.micro_batches), default=0)
         if self._size < 2 or sizes.is_fixed:
@@ -101,7 +101,7 @@ class Check:
         self._found.append((one.sums(), gradients))
 
     def judge(self) -> str:
-        """What is known now. Raises TaskError if the loop is not exact; warns if that cannot be known."""
+        """The finding. Raises TaskError if the loop is not exact; warns if that cannot be known."""
         if self._batches_draw:
             return self._not_checked(
                 "the collater draws random numbers for a micro-batch, so the loop is not checked, and its course"

@@ -56,7 +56,10 @@ class Owned:
         return list(self._modules.values())
 
     def settle(self) -> None:
-        """All objects are there: find what is trained by what. Raises TaskError."""
+        """All objects are there: find the trained modules, and check that each parameter has one optimizer.
+
+        Raises TaskError.
+        """
         self._trained = {name: module for name, module in self._modules.items() if _is_trained(module)}
         if not self._trained:
             raise TaskError("run.steps comes before run.own(model, optimizer): nothing would be trained or saved")

@@ -33,7 +33,7 @@ class Setting:
     question: Compute
     terms: Terms
     batches: list[MicroBatch]
-    seed: int = 0  # added to that of the random numbers
+    seed: int = 0  # added to the seed of the random numbers
     stray: Callable[[bool], None] | None = None  # told around each backward of the pass; others are the script's own
     is_alone: bool = False  # the micro-batches are the whole step, and no other rank takes part
 

@@ -22,7 +22,7 @@ Count = Callable[[Any], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Terms:
-    """The sums of a loop: those of its loss, and of what it measures beside, each with its count."""
+    """The sums of a loop: the terms of its loss, and its metrics, each with a count."""
 
     losses: tuple[str, ...]  # of the loss
     has_late_count: bool  # the count of the loss is known only after its forward
@@ -30,7 +30,7 @@ class Terms:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All sums of a step, in their order; that of a count stands behind its term."""
+        """All sums of a step, in their order; a count stands behind its term."""
         late = ("count",) if self.has_late_count else ()
         return (*self.losses, *late, *(name for metric in self.metrics for name in (metric, f"{metric} count")))
 
@@ -42,7 +42,7 @@ class Terms:
         return {0: 1, **beside} if self.has_late_count else beside
 
     def place_of(self, metric: str) -> int:
-        """The place of the sum of a metric; that of its count is the next. Raises TaskError."""
+        """The place of the sum of a metric; its count has the next place. Raises TaskError."""
         if metric not in self.metrics:
             told = f"metrics={self.metrics!r}" if self.metrics else f'metrics=("{metric}",)'
             raise TaskError(f"step.add got {metric!r}: run.steps names what it adds, as in {told}")

@@ -59,8 +59,8 @@ class Step:
     was asked for this step. After the inner loop: `loss`, in nats, is the sum over all terms of sum / count
     over the global batch, before the update; `terms` are its parts by name; `metrics` what `add` has added, by name;
     `grad_norm` is the L2 norm before clipping. `applied` is False, and these are None, if the gradient was not finite
-    and the step was skipped. With `phases` of `run.steps`, they are those of the last phase; None if that was over
-    before this process came.
+    and the step was skipped. With `phases` of `run.steps`, they belong to the last phase; None if it was over before
+    this process came.
     """
 
     def __init__(self, driver: Driver, question: Compute, terms: Terms, *, phases: int, samples: int) -> None:

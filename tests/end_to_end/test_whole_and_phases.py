@@ -13,13 +13,15 @@ from torch.utils.data import default_collate
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import epoch_order
 from tests.support import forked
+from tests.support.commands import ROOT
 from tests.support.loops import clip, gan
 from tests.support.nightly import nightly
-from tests.support.own_loops import LOOPS, Course, courses, farthest, run_lines
+from tests.support.own_loops import LOOPS, Course, courses, farthest, run_lines, run_script
 
 pytestmark = pytest.mark.slow
 
 THREE = ("--cpu", "--ranks", 3, "--balance", "5,2,1")
+EXAMPLES = ROOT / "docs" / "examples"
 SCRIPTS = {"gan": gan, "clip": clip}
 
 
@@ -88,6 +90,19 @@ def test_a_loss_over_the_whole_batch_is_plain_pytorch(alone: dict[str, Course]) 
         assert abs(float(loss.detach()) - row["loss"]) <= 1e-13
         assert abs(norm - row["grad_norm"]) <= 1e-13
         assert abs(float(model.scale.detach()) - row["scale"]) <= 1e-13
+
+
+@pytest.mark.parametrize(("name", "lines"), [("gan", 3), ("clip", 3), ("early_stopping_loop", 14)])
+def test_an_example_prints_the_same_on_unequal_ranks(name: str, lines: int, tmp_path: Path) -> None:
+    printed = []
+    for options in (("--ranks", 1), ("--ranks", 3, "--balance", "5,2,1")):
+        words = ["--cpu", *options, "--save-dir", tmp_path / f"{options[1]}", EXAMPLES / f"{name}.py"]
+        finished = run_script(words)
+        assert finished.code == 0, finished.err
+        assert "warning" not in finished.err
+        printed.append(re.findall(r"(?m)^(?:step \d+: |epoch \d+: ).*", finished.out))
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == lines
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
