@@ -81,7 +81,8 @@ CASES = {
                               r"after step 3 the state of script.py differs: own.best.value is 0.31 on rank 0, 0.29 on"
                               " rank 1"),
     "a text that it owns": ("best.name = 'mine'", "pass", r"own.best.name is 'none' on rank 0, 'mine' on rank 1"),
-    "its learning rate": ("optimizer.param_groups[0]['lr'] = 0.2", "pass", r"optimizer.0.lr is 0.1 on rank 0, 0.2 on rank 1"),
+    "its learning rate": ("optimizer.param_groups[0]['lr'] = 0.2", "pass",
+                          r"optimizer.0.lr is 0.1 on rank 0, 0.2 on rank 1"),
 }  # fmt: skip
 
 
