@@ -98,7 +98,7 @@ class Standstill:
                 continue
             stand = worker.cell.stand()
             known = self._know(worker, stand)
-            is_long = stand.for_s >= SHARE * stand.deadline_s
+            is_long = stand.for_s >= SHARE * stand.deadline_s or _is_stopped(worker.pid, stand)
             if stand.is_waiting or not (is_long or known.is_asked):
                 continue
             has_news = self._keep_stacks(worker, stand, known) or known.has_moved
@@ -169,6 +169,15 @@ def _is_held(pid: int, stand: Stand) -> bool:
         return False
     with suppress(OSError):
         return letter_of(pid) in "RS"
+    return False
+
+
+def _is_stopped(pid: int, stand: Stand) -> bool:
+    """Whether the process has been stopped for a while, which the user is told early: a deadline may be minutes."""
+    if min(stand.for_s, stand.silent_s) < _LEAST_TOLD_S:
+        return False
+    with suppress(OSError):
+        return letter_of(pid) == "T"
     return False
 
 

@@ -142,6 +142,8 @@ def _flat(text: bytes) -> dict[str, Any]:
         if isinstance(value, dict):
             for key, item in value.items():
                 walk(item, f"{path}.{key}" if path else key)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):  # as groups of an optimizer
+            walk({str(place): item for place, item in enumerate(value)}, path)
         else:
             found[path] = value
 

@@ -223,7 +223,6 @@ class Controller:
         clock.start()
         self._computer.loss_scale = self._scale
         self._set_deadline(plan)
-        rate = self._rate(plan.epoch)
         with phase("count"):
             whereabouts.enter(Phase.DATA, plan.step)
             data = self.loader.take(plan)
@@ -232,7 +231,7 @@ class Controller:
             faults.point("count")
             counts = self._counts_ahead or self._gather_counts(data)
             clock.lap("idle")
-        outcome = yield from self._agree(plan, data, counts, rate)
+        outcome = yield from self._agree(plan, data, counts)
         is_to_blame = outcome.verdict is Verdict.SKIP and not self._is_overflow(outcome)
         result = self._resolve(outcome)
         whereabouts.enter(Phase.BOUNDARY)
@@ -249,7 +248,7 @@ class Controller:
         self._unsettled = None
         return result
 
-    def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...], rate: float) -> Engine[Outcome]:
+    def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> Engine[Outcome]:
         """Sum the gradients until every rank holds the whole sum, again whenever memory ran out on a rank; the verdict
         of all ranks."""
         clock = self._clock
@@ -273,6 +272,7 @@ class Controller:
                 norm = self.replica.reducer.norm() / self._scale  # of this rank's part
                 clock.lap("other")
                 # from here on this rank holds the whole gradient of this attempt
+                rate = self._rate(plan.epoch)  # a script may have set it at the top of the step
                 self._held = _Held(plan, attempt, counts, rate) if part.is_whole else None
                 whereabouts.enter(Phase.COMMIT)
                 faults.point("commit")

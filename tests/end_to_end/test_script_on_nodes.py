@@ -165,12 +165,26 @@ def test_another_module_behind_m_is_refused(nodes: Nodes) -> None:
     check_refused(nodes, run_both(nodes, places, "-m", "mine.jobs.run"), "modules of the script: helper.py", *digests)
 
 
+def test_other_arguments_of_the_script_on_another_node_are_refused(nodes: Nodes) -> None:
+    places, url = folders(nodes, ""), tcp().url
+    for place, smoothing in zip(places, ("0.1", "0.2")):
+        script = ["train.py", "--data", place, "--smoothing", smoothing]
+        nodes.start(*words(nodes, url, 1, at_least=2), script=script, cwd=place)
+    remedy = (
+        "To fix this: give the script the same arguments on all nodes; paths may differ, and an environment variable"
+        " can hold what one node has for itself [options-differ]"
+    )
+    told = [f"--data (a path) --smoothing {number} on" for number in ("0.1", "0.2")]
+    check_refused(nodes, nodes.finish(), "  arguments of the script: --data (a path)", *told, remedy)
+
+
 def test_the_same_script_in_another_place_and_by_another_name_is_the_same(nodes: Nodes) -> None:
     """The twin."""
     places, url = folders(nodes, "import helper", helper="A = 1\n"), tcp().url
     (places[1] / "train.py").rename(places[1] / "renamed.py")
     for place, name in zip(places, ("train.py", "renamed.py")):
-        nodes.start(*words(nodes, url, 1, at_least=2), script=[name, "--epochs", "3"], cwd=place)
+        script = [name, "--epochs", "3", f"--out={place}"]
+        nodes.start(*words(nodes, url, 1, at_least=2), script=script, cwd=place)
     ends = nodes.finish()
     assert [ended.code for ended in ends] == [0, 0], nodes.story()
     assert "behind the loop of __main__ --epochs 3" in "".join(ended.out for ended in ends)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hetseq.monitor.metrics import read_rows
 from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command
 from tests.support.own_loops import Course, courses
@@ -71,6 +72,8 @@ def test_a_task_in_a_loop_of_ones_own_is_that_of_hetseq_train_to_the_last_bit(
     assert all(course == trained[0] for course in (*trained, *looped)), "each loss, norm, rate and weight"
     norms = [row["grad_norm"] for row in trained[0].values()]
     assert min(norms) < CLIP < max(norms), "some steps are clipped, some are not"
+    rates = [[row["lr"] for row in read_rows(tmp_path / name / "run" / "metrics.jsonl")] for name in ("train", "run")]
+    assert rates[0] == rates[1] == [row["lr"] for row in trained[0].values()], "metrics have that of the update"
     assert looped[0] != looped_in_one_piece, "the twin: dropout is another one where a step is cut in another way"
 
 

@@ -72,8 +72,9 @@ def node_fields(config: Config, errand: Errand | None = None) -> Fields:
         "file of --config-file": _file_or_folder(config.task.config_file),
         "modules of --user-dir": _modules_in(config.task.user_dir),
     }
-    if isinstance(errand, ScriptJob):  # of a module the rank finds the file
-        return fields if errand.is_module else {**fields, SCRIPT: _file_or_folder(errand.script)}
+    if isinstance(errand, ScriptJob):
+        fields["arguments of the script"] = printable(" ".join(map(_without_path, errand.arguments))) or "(none)"
+        return fields if errand.is_module else {**fields, SCRIPT: _file_or_folder(errand.script)}  # else a rank says it
     place = config.task.task if config.task.task.endswith(".py") else config.task.task.rpartition(":")[0]
     if place.endswith(".py"):
         fields["file of --task"] = _file_or_folder(place)
@@ -217,6 +218,12 @@ def _file_or_folder(name: str | None) -> str:
         return listed_files([(path.name, file_state(path))])
     files = sorted(file for file in path.rglob("*") if file.is_file())[:_MOST_FILES]
     return listed_files((file.relative_to(path).as_posix(), file_state(file)) for file in files) or "an empty folder"
+
+
+def _without_path(word: str) -> str:
+    """An argument of a script; a path, alone or behind a flag and `=`, may differ between nodes."""
+    flag_, equals, value = word.rpartition("=") if word.startswith("-") else ("", "", word)
+    return f"{flag_}{equals}(a path)" if os.sep in value else word
 
 
 # Normalized option values
@@ -423,6 +430,10 @@ class _Kind:
 
 _COPY_TASK = "copy the same task files to all nodes"
 _COPY_SCRIPT = "copy the same script, and the modules beside it, to all nodes"
+_SAME_ARGUMENTS = (
+    "give the script the same arguments on all nodes; paths may differ, and an environment variable can hold what one"
+    " node has for itself"
+)
 _COPY_DATA = (
     "use the same data on all nodes (copy the files from one of them), or give --data-by-host if each host is to have"
     " its own part of the training data"
@@ -443,6 +454,7 @@ _KINDS = (
     _Kind(("--lr",), _texts, "give all nodes the same options", "options-differ", is_optional=True),
     _Kind(("--",), _texts, "give all nodes the same options", "options-differ"),
     _Kind((SCRIPT,), _files, _COPY_SCRIPT, "code-differs", is_optional=True),
+    _Kind(("arguments of the script",), _texts, _SAME_ARGUMENTS, "options-differ", is_optional=True),
     _Kind(("modules of the script",), _common_files, _COPY_SCRIPT, "code-differs", is_optional=True),
     _Kind(("file of --task",), _files, _COPY_TASK, "code-differs", is_optional=True),
     _Kind(("file of ", "modules of --user-dir"), _files, "use files of the same content on all nodes", "code-differs"),

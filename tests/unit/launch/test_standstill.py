@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,8 @@ from hetseq.launch.watchdog import LOADING_DEADLINE_S, Watchdog
 from hetseq.launch.worker_watch import WorkerWatch
 from hetseq.run_directory import RunDirectory
 from hetseq.system import rank_phase as whereabouts
-from hetseq.system.rank_phase import Cell, Phase
+from hetseq.system.rank_phase import Cell, Phase, state_of_process
+from tests.support.trials import until
 from tests.unit.launch.test_whereabouts import Clock, clock  # noqa: F401
 
 
@@ -113,6 +116,24 @@ def test_half_the_deadline_is_a_line_for_the_user_once_a_phase(scene: Scene, clo
     scene.worker.shared.wait_for_others(True)
     scene.look()
     assert len(scene.told) == 1, "it waits for others"
+
+
+def test_a_stopped_process_is_a_line_for_the_user_long_before_the_deadline(scene: Scene, clock: Clock) -> None:  # noqa: F811
+    scene.worker.shared.enter(Phase.SCRIPT, 5)
+    scene.worker.shared.beat(100.0)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        scene.worker.pid = process.pid
+        clock.now_s = 1011.0
+        scene.look()
+        assert scene.told == [], "it runs"
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: "SIGCONT" in state_of_process(process.pid), "the stop")
+        scene.look()
+        scene.look()
+        process.kill()
+    (line,) = scene.told
+    assert "rank 3 stands still, last seen on cuda:0 in step 5, the script, between two steps for 11 s; its" in line
+    assert "its process is stopped (SIGSTOP, or a terminal's Ctrl-Z; SIGCONT resumes it)" in line
 
 
 def test_before_the_first_step_the_line_comes_after_a_minute_and_whenever_that_has_doubled(
