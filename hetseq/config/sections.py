@@ -456,6 +456,11 @@ class DistributedConfig:
         "seconds after which a silent rank counts as lost; default: the larger of 5 s and 10 median steps",
         metavar="S",
     )
+    script_deadline: float = option(
+        600.0,
+        "seconds that a script of hetseq run may take between two steps before its rank counts as lost",
+        metavar="S",
+    )
 
     def __post_init__(self) -> None:
         _check_finite(self)
@@ -463,6 +468,7 @@ class DistributedConfig:
         _check_not_negative(self, "device_id", "distributed_rank", "distributed_gpus", "check_replicas_every")
         _check_not_negative(self, "max_restarts")
         _check_positive(self, "distributed_world_size", "bucket_cap_mb", "step_deadline", "join_timeout")
+        _check_positive(self, "script_deadline")
         _check_positive(self, "min_ranks", "max_ranks")
         self._check_meeting()
         self.balance_weights()

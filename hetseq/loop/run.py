@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Sums = Mapping[str, "tuple[torch.Tensor | float, torch.Tensor | float]"]
 
-_SCRIPT_DEADLINE_S = 600.0  # how long the script of a rank may take between two steps, before its peers give it up
 _AFTER_STEP = -1  # in the place of a position: the seed of the code behind the inner loop
 
 
@@ -375,7 +374,7 @@ class Run:
         self._owned.settle()
         material = material_of(
             self._name, task, data, metrics=metrics, device=self._device, precision=self._precision,
-            seed=config.task.seed, deadline_s=_SCRIPT_DEADLINE_S,
+            seed=config.task.seed, deadline_s=config.distributed.script_deadline,
         )  # fmt: skip
         self._owned.guard(self._refuse)
         self._config, self._task, self._terms = config, task, material.sums
@@ -463,6 +462,7 @@ class Run:
 
     def _regrouped(self, group: Group) -> None:
         """A new generation has formed; `group` are the ranks that hold the state."""
+        group.deadline_s = max(group.deadline_s, self._config.distributed.script_deadline)
         self._between, self._is_before_session = group, True
         self._results.share(group)
 

@@ -583,6 +583,8 @@ def _patience(job: RankJob, group: Group) -> Iterator[None]:
     """Raise the group's deadline while peers read data or send the state."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in job.material.model.parameters())
     deadline_s = _START_DEADLINE_S if job.is_first else _NEXT_DEADLINE_S + 3 * size / _SLOWEST_NETWORK
+    if job.material.own_loop is not None:  # a rank that joins waits for scripts between two steps
+        deadline_s += job.material.own_loop.deadline_s
     before, group.deadline_s = group.deadline_s, deadline_s
     try:
         yield

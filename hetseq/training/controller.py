@@ -239,10 +239,11 @@ class Controller:
         if is_to_blame:
             yield from self._explain_skip(plan, data, counts)
         self.is_settling = True
-        with self.replica.buffers.changing_alike():
+        driver_s = self._context.driver_deadline_s
+        with self.replica.buffers.changing_alike(), self._patience(driver_s):
             yield from ended(Settled(result))
         self.is_settling = False
-        patience_s = _FIRST_DEADLINE_S + self._context.driver_deadline_s + self.replica.state_bytes() / _SLOWEST_DISK
+        patience_s = _FIRST_DEADLINE_S + driver_s + self.replica.state_bytes() / _SLOWEST_DISK
         with phase("checkpoint"), self._patience(patience_s):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
         self._unsettled = None

@@ -435,3 +435,16 @@ def test_a_run_of_a_script_has_no_task_to_evaluate(tmp_path: Path) -> None:
     finished = run_command(["evaluate", str(tmp_path / "run")], program=HETSEQ)
     assert finished.code == 2
     assert "a run of a script has no task to evaluate" in finished.err
+
+
+@pytest.mark.parametrize("deadline", [60, 1])
+def test_a_script_may_take_its_time_between_two_steps(deadline: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    wait = "__import__('time').sleep(4)"
+    after = f"if step.number == 3: run.only_first(lambda: {wait})\n    if step.number == 4 and run.rank == 1: {wait}"
+    script.write_text(text_of({"body": GOOD, "after": after}))
+    words = ["--cpu", "--ranks", 2, "--balance", "1,1", "--step-deadline", 1, "--script-deadline", deadline]
+    finished = run_script([*words, "--save-dir", tmp_path / "run", script])
+    assert finished.code == 0, finished.err
+    assert "done: 4 steps" in finished.err
+    assert ("fell silent" in finished.err) == (deadline == 1), finished.err
