@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
     from hetseq.task import Task, TrainedStep
     from hetseq.training.controller import Controller
+    from hetseq.training.muon import Muon
 
 __version__ = "2.0.0.dev0"
 
@@ -46,6 +47,7 @@ _HOMES = {
     "HetSeqError": "errors",
     "HetSeqReader": "checkpoint.dcp",
     "MissingSplitError": "errors",
+    "Muon": "training.muon",
     "OptimizationConfig": "config.sections",
     "RecordedRun": "monitor.report.recorded",
     "RendezvousError": "errors",
@@ -74,6 +76,7 @@ __all__ = [
     "HetSeqError",
     "HetSeqReader",
     "MissingSplitError",
+    "Muon",
     "OptimizationConfig",
     "RecordedRun",
     "RendezvousError",

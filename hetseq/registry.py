@@ -41,7 +41,10 @@ _INCLUDED: dict[str, dict[str, str]] = {
         "gpt": "hetseq.tasks.gpt.task:GptTask",
         "mnist": "hetseq.tasks.mnist:MNISTTask",
     },
-    "optimizer": {name: f"hetseq.training.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
+    "optimizer": {
+        **{name: f"hetseq.training.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
+        "muon": "hetseq.training.muon:muon",
+    },
     "lr_scheduler": {
         "polynomial": "hetseq.training.lr_scheduler:polynomial",
         "PolynomialDecayScheduler": "hetseq.training.lr_scheduler:polynomial",

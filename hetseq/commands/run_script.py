@@ -10,7 +10,7 @@ from typing import Any
 
 from hetseq import config as options
 from hetseq.cluster.membership.assignment import ScriptJob
-from hetseq.config.command_line import Argument, Command
+from hetseq.config.command_line import Argument, Command, CommandOption
 from hetseq.config.fields import catalogue_of
 from hetseq.config.sections import SECTIONS, Config
 from hetseq.errors import ConfigError, UnknownOptionError
@@ -24,11 +24,13 @@ COMMAND = Command(
         Argument("SCRIPT.py", "a program with a loop over `run.steps(...)`, started once for each device"),
         Argument("MODULE", "the same behind -m, by the dotted name of a module", is_optional=True),
         Argument("arguments", "the script's own, behind it", is_optional=True),
+        CommandOption("--check", "only find out whether the loop is exact, before its first update, in this process"),
     ),
     examples=(
         "hetseq run train.py --epochs 3",
         "hetseq run --devices cuda:0,cpu --save-dir runs/mine train.py",
         "hetseq run --join tcp://labA:29400 train.py",
+        "hetseq run --check train.py --epochs 3",
     ),
     notes=(
         "The options of hetseq train about devices, nodes, shares, precision, checkpoints and logs come before the"
@@ -46,7 +48,8 @@ _OF_A_TASK = ("task", "data", "validation", "optimization")
 
 def run(argv: Sequence[str], say: Callable[[str], None]) -> int:
     """`hetseq run`: the launcher of this node."""
-    del say
+    if "--check" in argv[: _script_at(argv)]:
+        return _check(argv, say)
     from hetseq.launch.launch import launch, stopped_early, tell_ending
     from hetseq.launch.worker_processes import ending_server
 
@@ -63,9 +66,27 @@ def run(argv: Sequence[str], say: Callable[[str], None]) -> int:
     return ending.code
 
 
+def _script_at(argv: Sequence[str]) -> int:
+    """The place of the script among the words, or of -m before a module; behind the last one if there is neither."""
+    return next((at for at, word in enumerate(argv) if word == "-m" or word.endswith(".py")), len(argv))
+
+
+def _check(argv: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq run --check`: one rank in this process, which ends before its first update."""
+    from hetseq.cluster.membership.exit_status import Ending
+    from hetseq.launch.launch import tell_ending
+    from hetseq.launch.script_worker import check_script
+
+    at = list(argv).index("--check")
+    report = check_script(*parse([*argv[:at], *argv[at + 1 :]]), lambda found: say(f"check: {found}"))
+    ending = Ending(report["code"], report.get("message", ""))
+    tell_ending(ending)
+    return ending.code
+
+
 def parse(argv: Sequence[str]) -> tuple[Config, ScriptJob]:
     """The options, and the script with its arguments. Raises ConfigError and HelpRequested."""
-    at = next((at for at, word in enumerate(argv) if word == "-m" or word.endswith(".py")), len(argv))
+    at = _script_at(argv)
     if at == len(argv):
         if {"--help", "-h"} & set(argv):
             raise options.HelpRequested(COMMAND.help())

@@ -247,11 +247,11 @@ class OptimizationConfig:
     max_epoch: int = option(0, "stop after N epochs; 0 means never", also=("me",), metavar="N", basic=True)
     max_update: int = option(0, "stop after N optimizer steps; 0 means never", also=("mu",), metavar="N", basic=True)
     optimizer: str = option(
-        "adam", "adam (AdamW), adamw, sgd, adadelta, lamb, or one of your own", metavar="NAME", basic=True
+        "adam", "adam (AdamW), adamw, sgd, adadelta, lamb, muon, or one of your own", metavar="NAME", basic=True
     )
     lr: tuple[float, ...] | None = option(
         None,
-        "learning rate, per epoch; default: 0.001 for adam, adamw and lamb, 0.1 for sgd, 1 for adadelta",
+        "learning rate, per epoch; default: 0.001 for adam, adamw, lamb and muon, 0.1 for sgd, 1 for adadelta",
         also=("learning-rate",),
         metavar="LR[,LR...]",
         basic=True,
@@ -269,9 +269,11 @@ class OptimizationConfig:
     clip_norm: float = option(25.0, "scale the gradient of a step down to this L2 norm; 0 means never", metavar="NORM")
     weight_decay: float = option(0.0, "weight decay, on weights of two or more dimensions", also=("wd",), metavar="WD")
     decay_all: bool = option(False, "apply weight decay to biases and norms too, as in 2020")
-    adam_betas: tuple[float, ...] = option((0.9, 0.999), "betas of adam, adamw and lamb", metavar="B1,B2")
-    adam_eps: float = option(1e-8, "epsilon of adam, adamw and lamb", metavar="EPS")
-    momentum: float = option(0.0, "momentum of sgd", metavar="M")
+    adam_betas: tuple[float, ...] = option(
+        (0.9, 0.999), "betas of adam, adamw and lamb, and of what muon leaves to AdamW", metavar="B1,B2"
+    )
+    adam_eps: float = option(1e-8, "epsilon of adam, adamw and lamb, and of what muon leaves to AdamW", metavar="EPS")
+    momentum: float = option(0.0, "momentum of sgd, and of muon, where 0 means 0.95", metavar="M")
     adadelta_rho: float = option(0.9, "decay of adadelta's averages", metavar="RHO")
     adadelta_eps: float = option(1e-6, "epsilon of adadelta", metavar="EPS")
     adadelta_weight_decay: float | None = option(

@@ -233,7 +233,8 @@ class Position:
 class StepPlan:
     """Step `step` uses positions start..stop-1 of epoch `epoch`, and each data-parallel group `shares[group]` of them.
 
-    Their slices follow one another in the order of the groups, or of `lineup` if given.
+    Their slices follow one another in the order of the groups, or of `lineup` if given. With `is_repeated`, the next
+    step uses the same positions, divided alike.
     """
 
     step: int
@@ -243,6 +244,7 @@ class StepPlan:
     shares: tuple[int, ...]
     ends_epoch: bool
     lineup: tuple[int, ...] | None = None
+    is_repeated: bool = False
 
     @property
     def size(self) -> int:
@@ -259,6 +261,8 @@ class StepPlan:
         return derive_seed(self.step, self.epoch, self.start, self.stop, *self.shares)
 
     def next_position(self) -> Position:
+        if self.is_repeated:
+            return Position(self.step + 1, self.epoch, self.start)
         if self.ends_epoch:
             return Position(self.step + 1, self.epoch + 1, 0)
         return Position(self.step + 1, self.epoch, self.stop)
@@ -272,6 +276,7 @@ class Planner:
     Work is counted in samples, or in tokens if there are `lengths`, or in units if `unit` is above 1: a share then has
     whole units of `unit` neighbours, and only the last unit of a step may be smaller. With `shards`, `n` samples in
     total, each shard's part of a step is divided among the groups that can read it; steps are then counted in samples.
+    `repeats` steps in a row use the same samples, as for two optimizers that take turns.
     """
 
     n: int
@@ -283,13 +288,14 @@ class Planner:
     unit: int = 1
     block: int | None = None  # neighbours that are shuffled together; None shuffles single samples
     shards: Shards | None = None
+    repeats: int = 1
     _orders: dict[int, Order] = field(default_factory=dict)
     _changes: list[tuple[int, Assign]] = field(default_factory=list)  # (first step, assign), steps ascending
 
     def copy(self) -> Planner:
         """A separate planner with the same plans: planners cache orders and are not thread-safe."""
         args = (self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit, self.block)
-        return Planner(*args, self.shards, _changes=list(self._changes))
+        return Planner(*args, self.shards, self.repeats, _changes=list(self._changes))
 
     def change(self, step: int, assign: Assign) -> None:
         """From step `step` on, divide the work by `assign`; plans of earlier steps do not change."""
@@ -310,7 +316,12 @@ class Planner:
         shares = self._shares(position, stop)
         assert sum(shares) == stop - start, "shares must add up to the global batch"
         lineup = None if self.shards is None else self.shards.lineup
-        return StepPlan(position.step, position.epoch, start, stop, shares, ends_epoch=stop == self.n, lineup=lineup)
+        is_repeated = position.step % self.repeats != 0
+        ends_epoch = stop == self.n and not is_repeated
+        return StepPlan(
+            position.step, position.epoch, start, stop, shares, ends_epoch=ends_epoch, lineup=lineup,
+            is_repeated=is_repeated,
+        )  # fmt: skip
 
     def plans(self, position: Position) -> Iterator[StepPlan]:
         """The plans of this step and all later ones; endless."""
@@ -322,7 +333,8 @@ class Planner:
     def digest(self, plan: StepPlan) -> int:
         """63 bits that differ where two ranks would compute different steps, or use other data or orders."""
         shards = () if self.shards is None else (*self.shards.samples, *(plan.lineup or ()))
-        return derive_seed(plan.digest(), self.n, self.seed, self.curriculum, self.block or 0, *shards)
+        repeats = () if self.repeats == 1 else (self.repeats,)
+        return derive_seed(plan.digest(), self.n, self.seed, self.curriculum, self.block or 0, *shards, *repeats)
 
     def micro_batches(self, plan: StepPlan, group: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
         """This group's micro-batches of a step as position ranges, in order; none for a share of 0."""
@@ -336,7 +348,8 @@ class Planner:
         return -(-(stop - start) // self.unit)
 
     def assigner(self, step: int) -> Assign:
-        """The function that divides the work of step `step`."""
+        """The function that divides the work of step `step`, which is that of the first of its repetitions."""
+        step -= (step - 1) % self.repeats
         return next((assign for first, assign in reversed(self._changes) if first <= step), self.assign)
 
     def divide(self, plan: StepPlan, assign: Assign) -> tuple[int, ...]:

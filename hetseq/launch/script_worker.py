@@ -1,4 +1,4 @@
-"""A rank whose training loop is a script of the user's own: in a worker of `hetseq run`, or as `python script.py`.
+"""A rank whose training loop is a script of the user's own: `hetseq.start`, and the workers of `hetseq run`.
 
 The script is run as Python runs a program: `sys.argv`, the folder of the script first on `sys.path`, `__name__` and
 `__file__`. It meets the run in `start`, and its exit code is that of the rank unless the run has a report.
@@ -13,9 +13,9 @@ import multiprocessing
 import os
 import runpy
 import sys
-import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,16 +24,13 @@ import torch
 
 from hetseq import config as options
 from hetseq.cluster.membership.assignment import Assignment, ScriptJob
-from hetseq.config import dump_yaml
 from hetseq.config.sections import Config, OptimizationConfig, TaskConfig
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, ConfigError, TaskError
-from hetseq.launch.launch import local_devices
-from hetseq.launch.launcher_link import LauncherLink, NoLauncher
+from hetseq.launch.launcher_link import LauncherLink
 from hetseq.launch.rank_life import LeftBehindError, RankLife
-from hetseq.launch.run_directory_guard import in_use
+from hetseq.launch.script_alone import Process, close_alone, is_interactive, open_alone
 from hetseq.launch.stop_request import StopRequest
 from hetseq.launch.worker import begin_process, end_process, report_of_failure
-from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.loop.run import Run
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import is_exhausted
@@ -45,19 +42,7 @@ logger = logging.getLogger(__name__)
 Report = dict[str, Any]
 
 
-@dataclass
-class _Process:
-    """What this process has for the one run that its script may start."""
-
-    config: Config
-    life: RankLife
-    device: torch.device
-    closing: ExitStack
-    name: str
-    run: Run | None = None
-
-
-_process: _Process | None = None
+_process: Process | None = None
 
 
 def start(*, save_dir: str | None = None, seed: int | None = None, precision: str | None = None) -> Run:
@@ -65,26 +50,49 @@ def start(*, save_dir: str | None = None, seed: int | None = None, precision: st
 
     `save_dir` is the run directory (`python script.py` without one writes nothing), `seed` that of the sample order and
     of random numbers, `precision` as `--precision`: fp64, fp32, tf32, bf16 or fp16. What the command line of `hetseq
-    run` says comes first. Seeds torch, NumPy and Python. Every rank calls it, once, before it builds its model.
-    Raises TaskError for a second call, and ConfigError.
+    run` says comes first. Seeds torch, NumPy and Python. Every rank calls it, once, before it builds its model. In a
+    notebook a second call ends the run before it; in a program `run.close()` does, if there is no launcher.
+    Raises TaskError for another second call, and ConfigError.
     """
     global _process
+    _end_run_before()
     if _process is None:
         if multiprocessing.parent_process() is not None:
             raise TaskError(
                 "hetseq.start was called in a process that a program has started, not in the script of hetseq run: keep"
                 ' the script under `if __name__ == "__main__":`; a run of a script has no task to evaluate'
             )
-        _process = _alone(save_dir, precision)
-    if _process.run is not None:
-        raise TaskError("hetseq.start was called twice: a process has one run")
+        _process = open_alone(options.parse([]), save_dir)
+        atexit.register(_close)
     config = _process.config
     if seed is not None and config.task.seed == TaskConfig.seed:
         config = replace(config, task=replace(config.task, seed=seed))
     if precision is not None and config.optimization.precision == OptimizationConfig.precision:
         config = replace(config, optimization=replace(config.optimization, precision=precision))
-    _process.run = Run(config, _process.life, device=_process.device, name=_process.name)
+    _process.run = Run(
+        config, _process.life, device=_process.device, name=_process.name, is_alone=_process.is_alone,
+        tell_check=_process.tell_check,
+    )  # fmt: skip
     return _process.run
+
+
+def _end_run_before() -> None:
+    """Make place for another run. Raises TaskError if there can be none."""
+    global _process
+    if _process is None or _process.run is None:
+        return
+    if not _process.is_alone:
+        raise TaskError("hetseq.start was called twice: a run of hetseq run is one for all its processes")
+    if not _process.run.is_closed and not is_interactive():
+        raise TaskError("hetseq.start was called twice: end the run before it with run.close()")
+    atexit.unregister(_close)
+    _close()
+    _process = None
+
+
+def _close() -> None:
+    if _process is not None:
+        close_alone(_process)
 
 
 # a worker of `hetseq run`
@@ -111,7 +119,7 @@ def run_script(
             life.open_device()
         except Exception as error:
             return report_of_failure(error, placement, is_ready=False, has_log=False)
-        process = _process = _Process(config, life, torch.device(placement.device), closing, _name_of(job))
+        process = _process = Process(config, life, torch.device(placement.device), closing, _name_of(job))
 
         def give_up(error: BaseException) -> NoReturn:
             end_process(line, _failed(error, process, placement))
@@ -153,7 +161,7 @@ def _check_module(name: str) -> None:
         raise ConfigError(f"-m {name}: a package without __main__.py: name the module in it that trains")
 
 
-def _why_unfinished(process: _Process) -> str:
+def _why_unfinished(process: Process) -> str:
     """Why a script that has ended by itself has no report."""
     if process.run is not None and process.run.is_in_step:
         return f"{process.name} ended in the middle of a step, whose gradient was never complete"
@@ -172,7 +180,7 @@ def _exited(error: SystemExit) -> Report:
     return {"code": code, "message": f"the script called sys.exit({error.code!r})"}
 
 
-def _failed(error: BaseException, process: _Process, placement: Assignment) -> Report:
+def _failed(error: BaseException, process: Process, placement: Assignment) -> Report:
     """The report of a script that an exception has ended."""
     life, is_ready = process.life, process.life.is_ready
     if isinstance(error, LeftBehindError):
@@ -186,54 +194,23 @@ def _failed(error: BaseException, process: _Process, placement: Assignment) -> R
     return report_of_failure(error, placement, is_ready=is_ready)
 
 
-# python script.py
+# hetseq run --check
 
 
-def _alone(save_dir: str | None, precision: str | None) -> _Process:
-    """A run of one rank in this process."""
-    script = os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "a notebook"
-    config, closing = options.parse([]), ExitStack()
-    if save_dir is None:
-        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hetseq-"))
-        config = replace(config, checkpoint=replace(config.checkpoint, no_save=True))
-    if precision is not None:
-        config = replace(config, optimization=replace(config.optimization, precision=precision))
-    config = replace(config, task=replace(config.task, task=script),
-                     checkpoint=replace(config.checkpoint, save_dir=save_dir or f"{folder}/run"))  # fmt: skip
-    directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
-    if save_dir is not None:
-        closing.enter_context(in_use(directory, logger.warning))
-    stop = StopRequest(has_launcher=False)
-
-    def begin() -> None:
-        stop.install()  # before this point there is no step to finish
-        directory.adopt_config()
-
-    placement = Assignment(0, local_devices(config.distributed)[0], threads_per_worker(1))
-    life = RankLife(config, directory, placement, stop, NoLauncher(begin), closing, None)
-    life.open_device()
-    life.give_up = _end
-    atexit.register(_close)
-    return _Process(config, life, torch.device(placement.device), closing, Path(script).name)
-
-
-def _end(error: BaseException) -> NoReturn:
-    sys.stderr.write(f"hetseq: {error}\n")
-    sys.stderr.flush()
-    os._exit(EXIT_FAILED)
-
-
-def _close() -> None:
-    """At the end of `python script.py`: a loop that was left by `break` ends the run, unless the script has failed."""
-    process = _process
-    if process is None:
-        return
+def check_script(config: Config, job: ScriptJob, say: Callable[[str], None]) -> Report:
+    """Run the script in this process until its loop is checked, before its first update; returns a report."""
+    global _process
+    process = _process = open_alone(config, None)
+    process.tell_check, process.name = say, _name_of(job)
+    placement = Assignment(0, str(process.device), torch.get_num_threads())
     with process.closing:
-        run = process.run
-        if run is not None and getattr(sys, "last_value", None) is None:
-            run.close()
-        if run is not None and run.report is not None and (message := run.report.get("message")):
-            sys.stderr.write(f"hetseq: {message}\n")
+        try:
+            _execute(job)
+        except SystemExit as error:
+            return _report_of(process.run) or _exited(error)
+        except Exception as error:
+            return report_of_failure(error, placement, is_ready=False, has_log=False)
+        return {"code": EXIT_FAILED, "message": _why_unfinished(process)}
 
 
 def _name_of(job: ScriptJob) -> str:

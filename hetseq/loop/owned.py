@@ -1,13 +1,15 @@
-"""What `run.own` is given: trained modules, their optimizer, and whatever else must be saved and handed over."""
+"""What `run.own` is given: trained modules, their optimizers, and whatever else must be saved and handed over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hetseq.errors import TaskError, few
+from hetseq.loop.joint_optimizer import joined, parameters_of
 from hetseq.loop.refusals import refuse_module
 from hetseq.parallel.replica import check_model
 
@@ -22,6 +24,8 @@ class Owned:
         self._modules: dict[str, torch.nn.Module] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._others: dict[str, Any] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._trained: dict[str, torch.nn.Module] = {}
 
     def add(self, name: str | None, thing: Any) -> None:
         """Take one object; without a name it gets that of its class in lower case. Raises TaskError."""
@@ -51,33 +55,64 @@ class Owned:
         """All modules, also those that are not trained."""
         return list(self._modules.values())
 
-    def model(self) -> torch.nn.Module:
-        """The trained module, or a dict of all if there are several. Raises TaskError if there is none."""
-        trained = self._trained()
-        if not trained:
-            raise TaskError("run.steps comes before run.own(model, optimizer): nothing would be trained or saved")
-        return next(iter(trained.values())) if len(trained) == 1 else torch.nn.ModuleDict(trained)
+    def settle(self) -> None:
+        """All objects are there: find the trained modules, and check that each parameter has one optimizer.
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, which trains every parameter that requires a gradient. Raises TaskError."""
-        if len(self._optimizers) != 1:
-            found = f"{len(self._optimizers)} optimizers" if self._optimizers else "no optimizer"
-            raise TaskError(
-                f"run.own got {found}: expected one; parameter groups give parts of a model settings of their own"
-            )
-        (optimizer,) = self._optimizers.values()
-        named = dict(self.model().named_parameters())
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if missing := [name for name, value in named.items() if value.requires_grad and id(value) not in held]:
+        Raises TaskError.
+        """
+        self._trained = {name: module for name, module in self._modules.items() if _is_trained(module)}
+        if not self._trained:
+            raise TaskError("run.steps comes before run.own(model, optimizer): nothing would be trained or saved")
+        if not self._optimizers:
+            raise TaskError("run.own got no optimizer: expected at least one, which trains the model")
+        named: dict[torch.Tensor, str] = {value: name for name, value in self.model().named_parameters()}
+        holder: dict[torch.Tensor, str] = {}
+        for name, optimizer in self._optimizers.items():
+            for parameter in parameters_of(optimizer):
+                if parameter not in named:
+                    raise TaskError(
+                        f"{name} has parameters of no module that run.own was given: give run.own all trained modules"
+                    )
+                if (other := holder.setdefault(parameter, name)) != name:
+                    raise TaskError(f"{named[parameter]} is in two optimizers, {other} and {name}: expected one")
+        if missing := [name for value, name in named.items() if value.requires_grad and value not in holder]:
             raise TaskError(
                 f"{few(missing)} of the model require a gradient and are in no optimizer: give them to it, or set"
                 " requires_grad = False"
             )
-        if held - {id(value) for value in named.values()}:
-            raise TaskError(
-                "the optimizer has parameters of no module that run.own was given: give run.own all trained modules"
-            )
-        return optimizer
+        self._optimizer = joined(list(self._optimizers.values()))
+
+    def model(self) -> torch.nn.Module:
+        """The trained module, or a dict of all if there are several."""
+        trained = self._trained
+        return next(iter(trained.values())) if len(trained) == 1 else torch.nn.ModuleDict(trained)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, or all of them as one."""
+        assert self._optimizer is not None, "after settle"
+        return self._optimizer
+
+    @contextmanager
+    def only(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+        """Context in which only the parameters of these optimizers get gradients; of all if none is named.
+
+        Raises TaskError for an optimizer that is not owned.
+        """
+        if any(all(optimizer is not own for own in self._optimizers.values()) for optimizer in optimizers):
+            raise TaskError("step.of got an optimizer that run.own was not given: its parameters would not be reduced")
+        kept = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        frozen = [
+            parameter
+            for parameter in (parameters_of(self.optimizer()) if optimizers else ())
+            if parameter.requires_grad and parameter not in kept
+        ]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, Any]:
         """What neither the tensors of the trained modules nor the moments of the optimizer hold."""
@@ -98,22 +133,23 @@ class Owned:
             thing.load_state_dict(saved[name])
 
     def guard(self, refuse: Callable[[str], None]) -> None:
-        """Have calls of the optimizer by the script itself refused, by what `refuse` raises."""
-        optimizer = self.optimizer()
-        zero_grad = optimizer.zero_grad
-
-        def guarded(set_to_none: bool = True) -> None:
-            refuse("optimizer.zero_grad()")
-            zero_grad(set_to_none)
-
-        optimizer.register_step_pre_hook(lambda *_: refuse("optimizer.step()"))
-        optimizer.zero_grad = guarded  # type: ignore[method-assign]
-
-    def _trained(self) -> dict[str, torch.nn.Module]:
-        return {name: module for name, module in self._modules.items() if _is_trained(module)}
+        """Have calls of the optimizers by the script itself refused, by what `refuse` raises."""
+        for optimizer in self._optimizers.values():
+            _guard(optimizer, refuse)
 
     def _untrained(self) -> dict[str, torch.nn.Module]:
-        return {name: module for name, module in self._modules.items() if not _is_trained(module)}
+        return {name: module for name, module in self._modules.items() if name not in self._trained}
+
+
+def _guard(optimizer: torch.optim.Optimizer, refuse: Callable[[str], None]) -> None:
+    zero_grad = optimizer.zero_grad
+
+    def guarded(set_to_none: bool = True) -> None:
+        refuse("optimizer.zero_grad()")
+        zero_grad(set_to_none)
+
+    optimizer.register_step_pre_hook(lambda *_: refuse("optimizer.step()"))
+    optimizer.zero_grad = guarded  # type: ignore[method-assign]
 
 
 def _is_trained(module: torch.nn.Module) -> bool:

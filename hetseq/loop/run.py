@@ -5,12 +5,14 @@ from __future__ import annotations
 import dis
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from hetseq.balance.shares import assign_shares
@@ -19,19 +21,23 @@ from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on, range_reader
 from hetseq.data.plan import derive_seed
-from hetseq.errors import EXIT_DONE, TaskError
+from hetseq.errors import EXIT_DONE, TaskError, few
 from hetseq.loop.between import Results, together
 from hetseq.loop.check import Check
 from hetseq.loop.owned import Owned
 from hetseq.loop.refusals import refuse_data
 from hetseq.loop.script_task import Count, ScriptMaterial, ScriptTask, material_of
 from hetseq.loop.step import Step
+from hetseq.parallel.buffers import BufferKeeper
 from hetseq.run.task_hooks import Call
 from hetseq.system import rank_phase as whereabouts
+from hetseq.system.processes import holding_interrupts
 from hetseq.system.rank_phase import Phase
 from hetseq.training.precision import PRECISIONS
 from hetseq.training.share import Part
 from hetseq.training.step_engine import Between, Compute, Engine, PeerLost, Question, Settled
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sums = Mapping[str, "tuple[torch.Tensor | float, torch.Tensor | float]"]
@@ -79,15 +85,26 @@ class Run:
     stands behind the inner loop runs once for each step.
     """
 
-    def __init__(self, config: Config, life: Life, *, device: torch.device, name: str) -> None:
+    def __init__(
+        self, config: Config, life: Life, *, device: torch.device, name: str, is_alone: bool = False,
+        tell_check: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         self._config, self._life, self._name = config, life, name
         self._device, self._precision = device, PRECISIONS[config.optimization.precision]
         self._owned = Owned(device, self._precision.storage)
         self._task: ScriptTask | None = None
         self._engine: Engine[dict[str, Any]] | None = None
         self._question: Question | None = None
+        self._step: Step | None = None  # the one that the script is in, or has just ended
+        self._wants_to_stop = False
+        self._tell_check = tell_check  # with it, the run ends before its first update
+        self._is_alone = is_alone  # the only rank, without a launcher
+        self._loops, self._asked = 0, dict[str, Any]()  # how often `steps` was called, and with what
+        self.is_closed = False
+        self._buffers: BufferKeeper | None = None
         self._rank, self._world_size = life.first_place
-        self._is_in_engine, self._is_checked, self._is_before_session = False, False, False
+        self._is_in_engine, self._is_before_session = False, False
+        self._checked: set[int] = set()  # phases
         self._results, self._between = Results(), LocalGroup()  # type: tuple[Results, Group]
         self.report: dict[str, Any] | None = None
         life.on_regroup = self._regrouped
@@ -114,7 +131,7 @@ class Run:
         return self.rank == 0
 
     def own(self, *things: Any, **named: Any) -> Any:
-        """Register modules, the optimizer and all else that must be saved, resumed and given to ranks that join.
+        """Register modules, optimizers and all else that must be saved, resumed and given to ranks that join.
 
         Modules are moved to the device and precision of this rank; those with parameters that require a gradient are
         trained. Other objects have `state_dict` and `load_state_dict`, as schedulers do: numbers, text and tensors.
@@ -137,6 +154,8 @@ class Run:
         collate: Callable[[Any], Any] = default_collate,
         count: Count | None = None,
         weights: Mapping[str, float] | None = None,
+        metrics: Sequence[str] = (),
+        phases: int = 1,
         clip_norm: float = 0.0,
         shuffle: bool = True,
     ) -> Iterator[Step]:
@@ -146,31 +165,42 @@ class Run:
         an epoch may be smaller. The loop ends after `max_epoch` epochs or `max_steps` applied steps, the first to come,
         or when every rank leaves it by `break`, or after `stop`. `clip_norm` limits the L2 norm of the gradient (0: no
         limit). `count(batch)` gives the denominator of each loss term, from the collated batch alone: needed for
-        several terms, whose sum / count are added, each times its weight in `weights` (default: 1). Every rank calls it
-        alike. Raises TaskError, and SystemExit where the run ends early.
+        several terms, whose sum / count are added, each times its weight in `weights` (default: 1). `metrics` are the
+        names of what `step.add` adds. `phases` is the number of updates in a step, each with an inner loop over the
+        same samples (`step.of`). Every rank calls it alike. In a notebook a cell that was interrupted may run again,
+        with the same arguments: it continues where it was. Raises TaskError, and SystemExit where the run ends early.
         """
-        if self._engine is not None:
-            raise TaskError("run.steps was called twice: a script has one loop over run.steps")
-        self._begin(
-            data, ScriptTask(self._owned, collate=collate, count=count, weights=weights or {}),
-            self._options(global_batch_size, max_epoch, max_steps, clip_norm, shuffle=shuffle),
-        )  # fmt: skip
-        question = self._ask(None)
+        mine = self._loops = self._loops + 1
+        asked = {
+            "data": data, "global_batch_size": global_batch_size, "max_epoch": max_epoch, "max_steps": max_steps,
+            "collate": collate, "count": count, "weights": weights, "metrics": tuple(metrics), "phases": phases,
+            "clip_norm": clip_norm, "shuffle": shuffle,
+        }  # fmt: skip
+        if mine > 1:
+            question = self._again(asked)
+        else:
+            task = ScriptTask(self._owned, collate=collate, count=count, weights=weights or {}, phases=phases)
+            config = self._options(
+                global_batch_size, max_epoch, max_steps and max_steps * phases, clip_norm, shuffle=shuffle
+            )
+            self._begin(data, task, metrics, config)
+            self._asked, question = asked, self._ask(None)
         while question is not None:
             assert isinstance(question, Compute), "a step that was settled before its micro-batches were given"
             self._is_before_session = False
-            step = Step(self, question, self._terms)
+            step = self._step = Step(self, question, self._terms, phases=phases, samples=len(data))
             try:
                 yield step
             except GeneratorExit:  # `break`, or an exception on its way out of the script
-                if step.is_settled and _is_break(sys._getframe().f_back):
+                if mine == self._loops and step.is_settled and _is_break(sys._getframe().f_back):
                     self._leave()
                 return
             if not step.is_settled:
                 raise TaskError(
                     f"the loop left step {step.number} before its micro-batches were used up: let `for batch in step`"
-                    " run to its end; run.stop() ends the run after a step"
+                    " run to its end, once for each of phases=; run.stop() ends the run after a step"
                 )
+            self._script.wants_to_stop = self._wants_to_stop
             question = self._ask(None)
 
     def evaluate(
@@ -218,20 +248,26 @@ class Run:
         return result
 
     def close(self) -> None:
-        """At the end of the script: a loop that it has left after a step ends the run. HetSeq calls it."""
-        if isinstance(self._question, (Settled, Between)):
+        """End the run, after a loop that was left by `break`; a step that is not complete is lost.
+
+        At the end of the script HetSeq calls it.
+        """
+        self.is_closed = True
+        if isinstance(self._question, (Settled, Between)) and not self.is_in_step:
             self._leave()
+        elif self._is_alone and self._engine is not None:
+            self._engine.close()
 
     @property
     def is_in_step(self) -> bool:
         """Whether a step waits for micro-batches of this rank."""
-        return isinstance(self._question, Compute)
+        return self.report is None and self._step is not None and not self._step.is_settled
 
     def stop(self) -> None:
         """End the run after this step, on all ranks, with exit code 0. Any rank, alone, between two steps."""
         if self._task is None:
             raise TaskError("run.stop belongs into the loop over run.steps")
-        self._task.wants_to_stop = True
+        self._wants_to_stop = True
 
     def take_smaller(self) -> bool:
         """Remember half the size of micro-batches for the next process on this device; False if that is impossible.
@@ -245,23 +281,67 @@ class Run:
 
     # for Step
 
+    @property
+    def group(self) -> Group:
+        """The ranks of the generation."""
+        return self._life.group
+
+    def only(self, optimizers: Sequence[torch.optim.Optimizer]) -> AbstractContextManager[None]:
+        return self._owned.only(optimizers)
+
+    def go_on(self) -> Compute:
+        question = self._ask(None)
+        if question is None:
+            self._exit()
+        assert isinstance(question, Compute), "another phase of the step follows"
+        self._is_before_session = False
+        return question
+
     def answer(self, answer: Part | PeerLost) -> Compute | Settled:
         question = self._ask(answer)
         if question is None:
             self._exit()
         assert not isinstance(question, Between), "a step is under way"
         if isinstance(question, Settled):
+            if not self._results.step:
+                self._warn_of_buffers()
             self._results.begin(question.result.plan.step)
             whereabouts.enter(Phase.SCRIPT)
             seed_everything(derive_seed(self._config.task.seed, question.result.plan.step, _AFTER_STEP))
         return question
 
-    def check_of(self, question: Compute) -> Check | None:
-        if self._is_checked:
+    def check_of(self, question: Compute, phase: int) -> Check | None:
+        self._buffers = question.computer.replica.buffers
+        if phase in self._checked:
             return None
-        self._is_checked = True
-        level = logging.WARNING if self.is_first else logging.INFO
-        return Check(question, self._owned.modules, has_late_count=not self._script.counts_ahead, level=level)
+        self._checked.add(phase)
+        level = logging.WARNING if self.is_first and not self.only_checks else logging.INFO
+        return Check(question, self._script, has_late_count=self._terms.has_late_count, level=level)
+
+    @property
+    def only_checks(self) -> bool:
+        return self._tell_check is not None
+
+    def tell(self, found: str, *, is_last: bool) -> None:
+        assert self._tell_check is not None
+        self._tell_check(found)
+        if is_last:
+            self.report = {"code": EXIT_DONE}
+            raise SystemExit(EXIT_DONE)
+
+    def _warn_of_buffers(self) -> None:
+        """Tell once which parts of the model are changed by forward; of batch norm the run tells at its start."""
+        assert self._buffers is not None
+        found = {
+            f"{name} of {type(module).__name__}"
+            for module, name in self._buffers.changing()
+            if not isinstance(module, _BatchNorm)
+        }
+        if found and self.is_first:
+            logger.warning(
+                "forward changes %s: the changes of all ranks are averaged, and the course depends a little on how a"
+                " step is cut", few(sorted(found)),
+            )  # fmt: skip
 
     # the engine
 
@@ -291,13 +371,14 @@ class Run:
             validation=replace(config.validation, disable_validation=True),
         )  # fmt: skip
 
-    def _begin(self, data: Any, task: ScriptTask, config: Config) -> None:
+    def _begin(self, data: Any, task: ScriptTask, metrics: Sequence[str], config: Config) -> None:
+        self._owned.settle()
         material = material_of(
-            self._name, task, data, device=self._device, precision=self._precision, seed=config.task.seed,
-            deadline_s=_SCRIPT_DEADLINE_S,
+            self._name, task, data, metrics=metrics, device=self._device, precision=self._precision,
+            seed=config.task.seed, deadline_s=_SCRIPT_DEADLINE_S,
         )  # fmt: skip
         self._owned.guard(self._refuse)
-        self._config, self._task, self._terms = config, task, material.terms
+        self._config, self._task, self._terms = config, task, material.sums
         self._life.present(config, material)
         self._engine = self._life.run()
 
@@ -308,7 +389,8 @@ class Run:
             whereabouts.enter(Phase.BOUNDARY)
         self._question, self._is_in_engine = None, True
         try:
-            self._question = self._engine.send(answer)
+            with holding_interrupts():
+                self._question = self._engine.send(answer)
         except StopIteration as end:
             self.report = end.value
             if self.report["code"] != EXIT_DONE:
@@ -318,6 +400,20 @@ class Run:
         if self._question is not None:
             self._rank, self._world_size = self._group.rank, self._group.world_size
         return self._question
+
+    def _again(self, asked: Mapping[str, Any]) -> Question | None:
+        """The question for a loop over a run whose loop was interrupted. Raises TaskError."""
+        if not self._is_alone or self.report is not None or self.is_closed:
+            remedy = "; run.close() and hetseq.start() begin another run" if self._is_alone else ""
+            raise TaskError(f"run.steps was called twice: a script has one loop over run.steps{remedy}")
+        others = [name for name, value in asked.items() if not _is_same(value, self._asked.get(name))]
+        if others or self._question is None:
+            why = f"was given another {few(others)}" if others else "was interrupted in the middle of an update"
+            raise TaskError(
+                f"run.steps continues a loop that was interrupted, and {why}: run.close() and hetseq.start() begin"
+                " another run"
+            )
+        return self._question if isinstance(self._question, Compute) else self._ask(None)
 
     def _exit(self) -> NoReturn:
         """End the script of a rank whose run ends in the middle of it; `finally` blocks run."""
@@ -337,7 +433,9 @@ class Run:
             self._life.give_up(error)
 
     def _refuse(self, call: str) -> None:
-        if not self._is_in_engine and self.report is None:  # behind the loop the script may train on
+        if (
+            not (self._is_in_engine or self.is_closed) and self.report is None
+        ):  # behind the loop the script may train on
             raise TaskError(f"{call} was called by the script: the step does that, when its micro-batches are used up")
 
     # between two steps
@@ -397,6 +495,13 @@ def _is_break(frame: FrameType | None) -> bool:
     """Whether the frame drops a loop's iterator by `break` or `return`, not because of an exception."""
     code = None if frame is None else frame.f_code.co_code
     return code is not None and frame is not None and dis.opname[code[frame.f_lasti]].startswith("POP_")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two arguments mean the same; a function does that was defined again by the same words."""
+    if callable(one) and callable(other):
+        return bool(getattr(one, "__code__", one) == getattr(other, "__code__", other))
+    return one is other or (isinstance(one, (int, float, tuple, dict)) and bool(one == other))
 
 
 _NAMES = {Call.EVALUATE: "run.evaluate", Call.ONLY_FIRST: "run.only_first"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
+from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import TaskError
 from hetseq.loop.owned import Owned
@@ -16,24 +17,66 @@ from hetseq.run.loaded_task import LoadedTask, OwnLoop
 from hetseq.task import Task, TrainedStep, counts_of
 from hetseq.training.precision import Precision
 
-#: the terms of a loop whose count is known only after its forward: the sum, and beside it that count
-LATE_TERMS = ("loss", "count")
 Count = Callable[[Any], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The sums of a loop: the terms of its loss, and its metrics, each with a count."""
+
+    losses: tuple[str, ...]  # of the loss
+    has_late_count: bool  # the count of the loss is known only after its forward
+    metrics: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All sums of a step, in their order; a count stands behind its term."""
+        late = ("count",) if self.has_late_count else ()
+        return (*self.losses, *late, *(name for metric in self.metrics for name in (metric, f"{metric} count")))
+
+    @property
+    def late_counts(self) -> dict[int, int]:
+        """Places of the terms whose counts are sums too -> places of these."""
+        first = len(self.losses) + self.has_late_count
+        beside = {place: place + 1 for place in range(first, len(self.names), 2)}
+        return {0: 1, **beside} if self.has_late_count else beside
+
+    def place_of(self, metric: str) -> int:
+        """The place of the sum of a metric; its count has the next place. Raises TaskError."""
+        if metric not in self.metrics:
+            told = f"metrics={self.metrics!r}" if self.metrics else f'metrics=("{metric}",)'
+            raise TaskError(f"step.add got {metric!r}: run.steps names what it adds, as in {told}")
+        return len(self.losses) + self.has_late_count + 2 * self.metrics.index(metric)
 
 
 class ScriptTask(Task):
     """The parts of a script that training, checkpoints and other ranks need. Its loss is computed by the script."""
 
     def __init__(
-        self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None, weights: Mapping[str, float]
+        self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None, weights: Mapping[str, float],
+        phases: int,
     ) -> None:  # fmt: skip
         # no arguments: a script has its own
-        self.owned, self.collater, self._count = owned, collate, count
+        self.owned, self._collate, self._count, self.phases = owned, collate, count, phases
         if count is None and weights:
             raise TaskError("run.steps got weights= without count=: several terms need the count of each, in advance")
-        # of this script, not of its class
-        self.__dict__["term_weights"] = {"loss": 1.0, "count": 0.0} if count is None else dict(weights)
+        self._weights = weights
         self.has_left = False  # the script has left its loop
+        self.collate_seed: int | None = None  # with it, what the collater draws begins anew
+
+    def collater(self, samples: Any) -> Any:
+        if self.collate_seed is not None:
+            seed_everything(self.collate_seed)
+        return self._collate(samples)
+
+    def weigh(self, terms: Terms) -> None:
+        """Give the terms of the loss their weights, and others none. Raises TaskError for a weight of no term."""
+        if unknown := sorted(set(self._weights) - set(terms.losses)):
+            raise TaskError(
+                f"run.steps got weights for {', '.join(unknown)}: count= counts {', '.join(sorted(terms.losses))}"
+            )
+        weights = {name: self._weights.get(name, 1.0) if name in terms.losses else 0.0 for name in terms.names}
+        self.__dict__["term_weights"] = weights  # of this script, not of its class
 
     @property
     def counts_ahead(self) -> bool:
@@ -54,9 +97,14 @@ class ScriptTask(Task):
         return self.has_left
 
     def state_dict(self) -> dict[str, Any]:
-        return self.owned.state_dict()
+        return {**self.owned.state_dict(), "phases": self.phases}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (before := state.get("phases", 1)) != self.phases:
+            raise TaskError(
+                f"run.steps got phases={self.phases}, and the run was saved with phases={before}: its steps are counted"
+                " by phases, so begin another run"
+            )
         self.owned.load_state_dict(state)
 
 
@@ -64,16 +112,19 @@ class ScriptTask(Task):
 class ScriptMaterial(LoadedTask):
     """A script, its data and its model on this rank."""
 
+    sums: Terms = Terms(("loss",), True)
+
     def source(self, dataset: Any) -> Source:
-        task = cast(ScriptTask, self.task)
+        task, terms = cast(ScriptTask, self.task), self.sums
+        others = (0.0,) * (len(terms.names) - len(terms.losses))
 
         def count(sample: Any, size: int) -> tuple[float, ...]:
-            if self.terms == LATE_TERMS:
-                return float(size), 0.0
+            if terms.has_late_count:
+                return (float(size), *others)
             counts = counts_of(task, sample, size)
-            if set(counts) != set(self.terms):
-                raise TaskError(f"count of run.steps gave {sorted(counts)}, earlier {sorted(self.terms)}")
-            return tuple(counts[term] for term in self.terms)
+            if set(counts) != set(terms.losses):
+                raise TaskError(f"count of run.steps gave {sorted(counts)}, earlier {sorted(terms.losses)}")
+            return (*(counts[term] for term in terms.losses), *others)
 
         return Source(
             dataset, task.collater, count, self.place, len(self.terms), self.seed, self.device.type == "cuda",
@@ -82,18 +133,20 @@ class ScriptMaterial(LoadedTask):
 
 
 def material_of(
-    name: str, task: ScriptTask, dataset: Any, *, device: torch.device, precision: Precision, seed: int,
-    deadline_s: float,
+    name: str, task: ScriptTask, dataset: Any, *, metrics: Sequence[str], device: torch.device, precision: Precision,
+    seed: int, deadline_s: float,
 ) -> ScriptMaterial:  # fmt: skip
     """The script `name` as the rest of HetSeq sees it. Raises TaskError, and errors of the data set."""
     task.__class__ = type(name, (ScriptTask,), {"__module__": ScriptTask.__module__})  # its name in messages
     refuse_process_group()
     refuse_data("run.steps", dataset)
     is_late = not task.counts_ahead
-    terms = LATE_TERMS if is_late else tuple(counts_of(task, task.collater([dataset[0]]), 1))
-    if not is_late and (unknown := sorted(set(task.term_weights) - set(terms))):
-        raise TaskError(f"run.steps got weights for {', '.join(unknown)}: count= counts {', '.join(sorted(terms))}")
+    losses = ("loss",) if is_late else tuple(counts_of(task, task.collater([dataset[0]]), 1))
+    terms = Terms(losses, is_late, tuple(metrics))
+    if len(set(terms.names)) < len(terms.names) or not all(isinstance(name, str) for name in metrics):
+        raise TaskError(f"run.steps got metrics={terms.metrics!r}: expected names other than {', '.join(losses)}")
+    task.weigh(terms)
     return ScriptMaterial(
-        task, dataset, {}, task.owned.model(), terms, place_on(device, precision.storage), seed, device, precision,
-        own_loop=OwnLoop(is_late, deadline_s),
+        task, dataset, {}, task.owned.model(), terms.names, place_on(device, precision.storage), seed, device,
+        precision, own_loop=OwnLoop(terms.late_counts, deadline_s, task.phases), sums=terms,
     )  # fmt: skip

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from hetseq.data.fetch import seed_everything
-from hetseq.data.loader import MicroBatch
-from hetseq.data.plan import derive_seed
-from hetseq.errors import PeerLostError, TaskError
+from hetseq.comm.group import Group
+from hetseq.errors import TaskError
 from hetseq.loop.check import Check
-from hetseq.loop.script_task import LATE_TERMS
-from hetseq.system import rank_phase as whereabouts
-from hetseq.system.rank_phase import Phase
+from hetseq.loop.passes import Count, Each, Loss, MicroBatches, Pass, Setting
+from hetseq.loop.script_task import Terms
+from hetseq.loop.whole import Rows, Whole
 from hetseq.training.share import Part
 from hetseq.training.step_engine import Compute, PeerLost, Settled, StepResult
-
-Loss = torch.Tensor | Mapping[str, torch.Tensor]
 
 
 class Driver(Protocol):
     """What a step asks the run that it belongs to."""
 
+    @property
+    def group(self) -> Group:
+        """The ranks of the step."""
+        ...
+
+    @property
+    def only_checks(self) -> bool:
+        """Whether the run ends before its first update, by what the check has found."""
+        ...
+
+    def tell(self, found: str, *, is_last: bool) -> None:
+        """Print what the check has found. Raises SystemExit after the last phase."""
+        ...
+
     def answer(self, answer: Part | PeerLost) -> Compute | Settled:
         """Answer the question at hand; returns the next one. Raises SystemExit if the run ends here for this rank."""
         ...
 
-    def check_of(self, question: Compute) -> Check | None:
+    def go_on(self) -> Compute:
+        """The question of the next phase. Raises SystemExit if the run ends here for this rank."""
+        ...
+
+    def check_of(self, question: Compute, phase: int) -> Check | None:
         """The check of the loop, in the first step that this process sees."""
+        ...
+
+    def only(self, optimizers: Sequence[torch.optim.Optimizer]) -> AbstractContextManager[None]:
+        """Context in which only the parameters of these optimizers get gradients; of all if none is named."""
         ...
 
 
@@ -38,173 +57,136 @@ class Step:
 
     `number` counts from 1, `size` is in samples, `shares` are the samples of each rank, `tries` says how often the body
     was asked for this step. After the inner loop: `loss`, in nats, is the sum over all terms of sum / count
-    over the global batch, before the update; `terms` are its parts by name; `grad_norm` is the L2 norm before clipping.
-    `applied` is False, and these are None, if the gradient was not finite and the step was skipped.
+    over the global batch, before the update; `terms` are its parts by name; `metrics` what `add` has added, by name;
+    `grad_norm` is the L2 norm before clipping. `applied` is False, and these are None, if the gradient was not finite
+    and the step was skipped. With `phases` of `run.steps`, they belong to the last phase; None if it was over before
+    this process came.
     """
 
-    def __init__(self, driver: Driver, question: Compute, terms: tuple[str, ...]) -> None:
+    def __init__(self, driver: Driver, question: Compute, terms: Terms, *, phases: int, samples: int) -> None:
         plan = question.data.plan
-        self.number, self.epoch, self.size = plan.step, plan.epoch, plan.size
-        self.shares, self.ends_epoch, self.tries = plan.shares, plan.ends_epoch, 1
+        self.number, self._phase = (plan.step - 1) // phases + 1, (plan.step - 1) % phases
+        self.epoch, self.size, self.ends_epoch = plan.epoch, plan.size, plan.stop == samples
+        self.shares, self.tries = plan.shares, 1
         self.loss: float | None = None
         self.terms: dict[str, float] | None = None
+        self.metrics: dict[str, float] | None = None
         self.grad_norm: float | None = None
         self.applied = False
-        self.is_settled = False
-        self._driver, self._question, self._names = driver, question, terms
-        self._share: MicroBatches | None = None
-        self._has_begun = False
+        self._driver, self._terms, self._phases = driver, terms, phases
+        self._question: Compute | None = question  # of the next phase, if it is known
+        self._pass: Pass | None = None
+        self._begun = 0  # inner loops
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all its phases are over."""
+        return self._phase == self._phases
 
     def __iter__(self) -> Iterator[Any]:
-        if self._has_begun:
-            raise TaskError(f"step {self.number} was looped over twice: what is done once stands behind its loop")
-        self._has_begun = True
-        if (check := self._driver.check_of(self._question)) is not None:
-            for batches, seed in check.passes():
-                self._share = MicroBatches(self._question, self._names, batches, seed=seed, stray=check.stray)
-                yield from self._share.give()
-                check.see(self._share)
-            check.judge()
-        while True:
-            self._share = MicroBatches(self._question, self._names, self._question.data.micro_batches)
-            yield from self._share.give()
-            share, self._share = self._share, None
-            question = self._driver.answer(share.part())
-            if isinstance(question, Settled):
-                self._settle(question.result)
-                return
-            self._question = question
-            self.tries += 1
+        return self._update(MicroBatches)
 
-    def backward(self, loss: Loss, count: float | torch.Tensor | None = None) -> None:
+    def of(self, *optimizers: torch.optim.Optimizer) -> Iterator[Any]:
+        """`for batch in step.of(optimizer)`: only the parameters of these optimizers get a gradient, and an update.
+
+        With `phases=2` of `run.steps`, a step has two such loops over the same samples, one after the other, such as
+        for the two models of a GAN. A loop whose update was made before this process came gives nothing.
+        """
+        return self._update(MicroBatches, optimizers)
+
+    def whole(self, encode: Callable[[Any], Rows], *optimizers: torch.optim.Optimizer) -> Iterator[Any]:
+        """`for rows in step.whole(encode)`: what `encode` gives of ALL samples of the step, on every rank.
+
+        `encode(batch)` gives a tensor, or a tuple of them, with a row for each sample of a micro-batch; it is called
+        twice. The loop is given (step.size, ...) in the order of the samples, once, and calls
+        `step.backward(loss)` with the loss itself, which may compare all rows.
+        """
+        return self._update(lambda setting: Whole(setting, encode, self._driver.group), optimizers)
+
+    def each(self, body: Callable[[Any], None], *optimizers: torch.optim.Optimizer) -> None:
+        """`for batch in step: body(batch)`, which survives that memory runs out in `body`: it takes smaller pieces.
+
+        Raises DeviceMemoryError if not even one sample fits.
+        """
+        for _ in self._update(lambda setting: Each(setting, body), optimizers):
+            pass
+
+    def backward(self, loss: Loss, count: Count = None) -> None:
         """Add the gradient of one micro-batch; once for each.
 
         `loss` is the SUM over its samples, tokens or pixels, a scalar tensor, and `count` how many these were; default:
         the samples. The gradient of a step is that of the sum over all ranks, divided by the count over all ranks. With
         `count=` of `run.steps`, `loss` is a dict of a sum for each term. Raises TaskError.
         """
-        if self._share is None:
-            raise TaskError(f"step.backward was called outside of `for batch in step`, in step {self.number}")
-        self._share.backward(loss, count)
+        self._now("backward").backward(loss, count)
+
+    def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1) -> None:
+        """Add to a metric that `metrics` of `run.steps` names: `step.metrics[name]` is sum / count over all ranks.
+
+        In the inner loop; what a repeated body has added before is forgotten. Raises TaskError.
+        """
+        self._now("add").add(name, total, count)
+
+    def _now(self, call: str) -> Pass:
+        if self._pass is None:
+            raise TaskError(f"step.{call} was called outside of `for batch in step`, in step {self.number}")
+        return self._pass
+
+    def _update(
+        self, made: Callable[[Setting], Pass], optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> Iterator[Any]:  # fmt: skip
+        """One transaction: what the script is given until all ranks have made the update."""
+        mine, self._begun = self._begun, self._begun + 1
+        if mine >= self._phases:
+            raise TaskError(self._too_often())
+        if mine < self._phase:
+            return  # made before this process came
+        question = self._question or self._driver.go_on()
+        self._question = None
+        if (check := self._driver.check_of(question, mine)) is not None:
+            for batches, seed in check.passes(is_thorough=self._driver.only_checks):
+                checked = made(Setting(question, self._terms, batches, seed, check.stray, is_alone=True))
+                yield from self._give(checked, optimizers)
+                check.see(checked)
+            found = check.judge()
+            if self._driver.only_checks:  # the other phases follow, with the same parameters
+                self._phase, self._question = self._phase + 1, question
+                self._driver.tell(found, is_last=self.is_settled)
+                return
+        while True:
+            share = made(Setting(question, self._terms, question.data.micro_batches))
+            yield from self._give(share, optimizers)
+            answer = self._driver.answer(share.part())
+            if isinstance(answer, Settled):
+                self._settle(answer.result)
+                return
+            question = answer
+            self.tries += 1
+
+    def _give(self, one: Pass, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+        self._pass = one
+        try:
+            with self._driver.only(optimizers):
+                yield from one.give()
+        finally:
+            self._pass = None
+
+    def _too_often(self) -> str:
+        if self._phases == 1:
+            return (
+                f"step {self.number} was looped over twice: what is done once stands behind its loop; for several"
+                " updates in a step, as of a GAN, give run.steps(..., phases=2)"
+            )
+        return f"step {self.number} was looped over {self._begun} times, and run.steps was given phases={self._phases}"
 
     def _settle(self, result: StepResult) -> None:
-        self.is_settled, self.applied = True, result.loss is not None
-        if result.loss is None:
+        self._phase += 1
+        self.loss, self.grad_norm, self.applied = result.loss, None, result.loss is not None
+        self.terms = self.metrics = None
+        if not self.applied:
             return
-        names = self._names[:1] if self._names == LATE_TERMS else self._names
-        counted = zip(names, result.outcome.sums, result.counts)
-        self.loss, self.terms = result.loss, {name: total / count for name, total, count in counted if count}
+        counted = zip(self._terms.names, result.outcome.sums, result.counts)
+        means = {name: total / count for name, total, count in counted if count}
+        self.terms = {name: mean for name, mean in means.items() if name in self._terms.losses}
+        self.metrics = {name: mean for name, mean in means.items() if name in self._terms.metrics}
         self.grad_norm = result.grad_norm
-
-
-class MicroBatches:
-    """One pass of the script over some micro-batches, and the gradient that it adds up."""
-
-    def __init__(
-        self, question: Compute, names: tuple[str, ...], batches: list[MicroBatch], *, seed: int = 0,
-        stray: Callable[[bool], None] | None = None,
-    ) -> None:  # fmt: skip
-        self.batches = batches
-        self._question, self._names, self._seed, self._stray = question, names, seed, stray
-        self._computer = question.computer
-        self._reducer = self._computer.replica.reducer
-        self._sums: list[torch.Tensor | float] = [0.0] * len(names)
-        self._lost: str | None = None
-        self._batch: MicroBatch | None = None
-        self._is_added = False
-
-    @property
-    def has_late_count(self) -> bool:
-        """Whether the script counts a micro-batch when it has its loss."""
-        return self._names == LATE_TERMS
-
-    def give(self) -> Iterator[Any]:
-        """The samples of each micro-batch, on this rank's device."""
-        computer, plan = self._computer, self._question.data.plan
-        whereabouts.enter(Phase.FORWARD_BACKWARD)
-        self._reducer.begin()
-        computer.clock.start()
-        for number, batch in enumerate(self.batches):
-            if number == len(self.batches) - 1 and not computer.throttle.is_on:
-                self._reducer.expect_last()
-            self._batch, self._is_added = batch, False
-            seed_everything(derive_seed(computer.seed, plan.step, batch.start, *([self._seed] if self._seed else ())))
-            with computer.throttle.slowed(), computer.precision.computing(computer.device):
-                yield computer.place(batch.sample)
-            computer.clock.mark()
-            if self._lost is not None:
-                return
-        self._batch = None
-
-    def backward(self, loss: Loss, count: float | torch.Tensor | None) -> None:
-        """As `Step.backward`. A lost peer is remembered: the script's frames are none of its business."""
-        if self._lost is not None or self._batch is None:
-            return
-        if self._is_added:
-            raise TaskError("step.backward was called twice for one micro-batch: add the terms up, or give a dict")
-        self._is_added = True
-        total = self._scaled(loss, count)
-        if not total.requires_grad:
-            raise TaskError(
-                "the loss of step.backward has no gradient: it was detached, computed under no_grad, or depends on no"
-                " trained parameter"
-            )
-        try:
-            if self._stray is not None:
-                self._stray(False)
-            self._reducer.backward(total * self._computer.loss_scale)
-        except PeerLostError as error:
-            self._lost = str(error)
-        finally:
-            if self._stray is not None:
-                self._stray(True)
-
-    def _scaled(self, loss: Loss, count: float | torch.Tensor | None) -> torch.Tensor:
-        """The loss divided by its count, as far as that is known; adds to the sums."""
-        plan, batch = self._question.data.plan, self._batch
-        assert batch is not None
-        if self.has_late_count:
-            if isinstance(loss, Mapping):
-                example = ", ".join(f'"{term}": ...' for term in loss)
-                raise TaskError(
-                    f"step.backward got the terms {', '.join(loss)}: several denominators must be known before the"
-                    f" first gradient, so give run.steps(..., count=lambda batch: {{{example}}})"
-                )
-            _check_scalar(loss, "the sum")
-            self._sums[0] = self._sums[0] + loss.detach().double()
-            self._sums[1] = self._sums[1] + (count.detach().double() if isinstance(count, torch.Tensor) else float(
-                batch.size if count is None else count))  # fmt: skip
-            return loss / plan.size
-        if count is not None:
-            raise TaskError("step.backward got a count, which count= of run.steps has given already: leave it out")
-        if not isinstance(loss, Mapping):
-            if len(self._names) > 1:
-                raise TaskError(f"step.backward got one loss: expected a dict with the terms {', '.join(self._names)}")
-            loss = {self._names[0]: loss}
-        if set(loss) != set(self._names):
-            raise TaskError(f"step.backward got the terms {sorted(loss)}: expected {sorted(self._names)}, as in count")
-        counts, weights, live = self._question.counts, self._computer.weights, []
-        for index, term in enumerate(self._names):
-            _check_scalar(loss[term], term)
-            if batch.counts[index] and counts[index]:  # else its sum may well be 0/0
-                live.append(loss[term] * (weights[index] / counts[index]))
-                self._sums[index] = self._sums[index] + loss[term].detach().double()
-        return torch.stack(live).sum() if live else sum(loss.values()) * 0.0  # type: ignore[return-value]
-
-    def sums(self) -> tuple[float, ...]:
-        """The sum of each term so far; one wait for the device."""
-        device = self._computer.device
-        totals = [torch.as_tensor(total, dtype=torch.float64, device=device) for total in self._sums]
-        return tuple(torch.stack(totals).tolist())
-
-    def part(self) -> Part | PeerLost:
-        """The answer to the question."""
-        if self._lost is not None:
-            return PeerLost(self._lost)
-        return Part(self.sums(), tuple(batch.work for batch in self.batches), tuple(self._computer.clock.laps()))
-
-
-def _check_scalar(loss: Any, term: str) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.dim():
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise TaskError(f"step.backward got {got} for {term}: expected a sum, which is a tensor without dimensions")

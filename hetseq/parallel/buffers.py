@@ -43,6 +43,10 @@ class BufferKeeper:
         found = {index for index, ranks in enumerate(sum_floats(self._group, own)) if ranks}
         self._changing = sorted(found.union(self._changing))
 
+    def changing(self) -> list[tuple[torch.nn.Module, str]]:
+        """Module and name of the buffers that forward has been seen to change, on any rank."""
+        return [self._places[index][:2] for index in self._changing]
+
     @torch.no_grad()
     def send(self, shares: tuple[int, ...]) -> None:
         """Start summing the changes of this step; `shares` are the samples of all ranks. Collective."""

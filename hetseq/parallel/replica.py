@@ -90,13 +90,18 @@ class Replica:
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Give the optimizer its saved state. It takes over the tensors, which are copied only where necessary."""
+        fused = {
+            parameter: bool(group.get("fused"))
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
         for full_name, value in [*tensors.items(), *numbers.items()]:
             if not full_name.startswith("optim."):
                 continue
             parameter, key = self._place_of(full_name)
             if isinstance(value, torch.Tensor):
                 # a step counter may live on the CPU, whatever the device of its parameter
-                device = parameter.device if value.dim() or self.optimizer.defaults.get("fused") else value.device
+                device = parameter.device if value.dim() or fused[parameter] else value.device
                 if value.dim() > 0 and value.shape == parameter.shape:
                     value = _laid_out_like(parameter, value)
                 value = value.to(device)

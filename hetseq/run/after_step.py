@@ -285,7 +285,11 @@ class AfterStep:
             "epoch": plan.epoch,
             "loss": result.loss,
             "terms": _by_term(controller.terms, outcome.sums, result.counts) if is_applied else None,
-            "counts": dict(zip(controller.terms, result.counts)),
+            "counts": {
+                term: count
+                for place, (term, count) in enumerate(zip(controller.terms, result.counts))
+                if place not in controller.late_counts.values()
+            },
             "samples": plan.size,
             "lr": result.lr,
             "grad_norm": result.grad_norm,

@@ -254,7 +254,7 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
     is_last = job.succession is not None and (
         job.succession.record.is_last or (shards is not None and bool(shards.lost))
     )
-    planner = planner_of(config, job.material.train, start.provenance.batch, assign, shards)
+    planner = planner_of(config, job.material, start.provenance.batch, assign, shards)
     is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
     if batch_norms(job.material.model):
         is_first_measured = False  # batch norm fails on a micro-batch of one sample
@@ -319,7 +319,7 @@ def build_controller(
         computer, job.group, feed=feed.steps, boundary=reports.boundary, state=start.state,
         recipe=Recipe(
             config.optimization, _schedule(job, start, feed) if loop is None else None,
-            has_late_count=loop is not None and loop.has_late_count,
+            late_counts={} if loop is None else loop.late_counts,
         ),
         context=RankContext(
             _memory_of(material.device), job.wish, config.distributed.step_deadline,

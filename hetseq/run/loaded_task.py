@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 class OwnLoop:
     """Facts about a script with a training loop of its own, in the place of a task."""
 
-    has_late_count: bool  # the last term is the count of the first one, known only after forward
+    late_counts: Mapping[int, int]  # term -> the later one whose sums are its count, known only after forward
     deadline_s: float  # how long the script may take between two steps
+    phases: int = 1  # steps in a row over the same samples
 
 
 @dataclass(frozen=True)

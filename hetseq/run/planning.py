@@ -24,12 +24,13 @@ from hetseq.training.validation import Validator
 
 
 def planner_of(
-    config: Config, dataset: Any, batch: GlobalBatch, assign: Assign, shards: Shards | None = None
+    config: Config, material: LoadedTask, batch: GlobalBatch, assign: Assign, shards: Shards | None = None
 ) -> Planner:
     """The plan of a run over its training data; this rank may have one shard of several.
 
     Raises ConfigError if lengths are needed and the data set has none.
     """
+    dataset, loop = material.train, material.own_loop
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --batch-size") if counts_tokens else None
     _check_longest(dataset, config.data.max_tokens)
@@ -43,6 +44,7 @@ def planner_of(
         config.data.unit_size or 1,
         config.data.shuffle_block,
         shards,
+        1 if loop is None else loop.phases,
     )
 
 

@@ -30,12 +30,12 @@ Figures = Mapping[str, Mapping[str, float]]
 class Call(enum.IntEnum):
     """The calls in which ranks meet between two steps, as rows of numbers."""
 
-    END_OF_STEP, EVALUATE, ONLY_FIRST = range(3)
+    END_OF_STEP, EVALUATE, ONLY_FIRST, WHOLE = range(4)
 
     @property
     def words(self) -> str:
         """The call as it appears in messages."""
-        return ("at the end of the step", "in run.evaluate", "in run.only_first")[self]
+        return ("at the end of the step", "in run.evaluate", "in run.only_first", "in step.whole")[self]
 
 
 def meet(group: RowTransport, call: Call, step: int, values: tuple[int, int, int]) -> Rows:

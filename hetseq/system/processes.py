@@ -92,6 +92,26 @@ def first_stop_signal(signals: bytes) -> int | None:
 
 
 @contextmanager
+def holding_interrupts() -> Iterator[None]:
+    """Context in which Ctrl-C of a prompt or notebook waits for the end of the block; a handler of one's own does not.
+
+    For the main thread; in others it does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            raise KeyboardInterrupt
+
+
+@contextmanager
 def interrupting_on_signals() -> Iterator[None]:
     """The first stop signal interrupts the block by a KeyboardInterrupt with its name; a second one kills."""
 

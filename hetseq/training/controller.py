@@ -15,7 +15,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -144,7 +144,9 @@ class Recipe:
 
     config: OptimizationConfig
     learning_rate: Callable[[int, int], float] | None  # of (updates so far, epoch); None: the driver sets it
-    has_late_count: bool = False  # the last sum of a row is the count of the first term, which was taken to be the size
+    #: term -> the later one whose sums are its count, known only after forward; for the first term, the gradient has
+    #: been divided by the size of the step in its place
+    late_counts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,7 @@ class Controller:
         self.terms, self.weights, self.state = computer.terms, computer.weights, state
         self._layout = feed.layout
         self._computer, self._boundary, self._context = computer, boundary, context
-        self._config, self._learning_rate, self._has_late_count = (
-            recipe.config, recipe.learning_rate, recipe.has_late_count
-        )  # fmt: skip
+        self._config, self._learning_rate, self.late_counts = recipe.config, recipe.learning_rate, recipe.late_counts
         self._has_loss_scale = computer.precision.has_loss_scale
         self._format = RowFormat(len(self.terms), len(self.replica.reducer.used))
         self._plan = self.planner.plan(state.position)
@@ -211,7 +211,7 @@ class Controller:
         while not self.has_ended():
             with noting(f"step {self._plan.step}"):
                 outcome = (yield from self.step()).outcome
-            if outcome.wish and not self.has_ended():
+            if outcome.wish and not self._is_amid and not self.has_ended():
                 is_leaving = outcome.rows[self.group.rank].wish & Wish.LEAVE
                 return Halt.STOPPED if outcome.wish & Wish.STOP else Halt.LEAVING if is_leaving else Halt.CHANGING
         return Halt.ENDED
@@ -289,8 +289,13 @@ class Controller:
         return computed(Compute(self._computer, data, counts, self.loader.fetch_again))
 
     def has_ended(self) -> bool:
-        """Whether the configured updates or epochs are done, or the learning rate has reached its minimum."""
+        """Whether the configured updates or epochs are done, or the learning rate has reached its minimum.
+
+        Never between steps that repeat the same samples.
+        """
         state, config = self.state, self._config
+        if self._is_amid:
+            return False
         if state.ended_by_task:
             return True
         if config.max_update and state.updates >= config.max_update:
@@ -301,6 +306,11 @@ class Controller:
             return False
         begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
         return begins_epoch and self._rate(state.position.epoch) <= config.min_lr
+
+    @property
+    def _is_amid(self) -> bool:
+        """Whether the next step uses the samples of the last one again."""
+        return (self.state.position.step - 1) % self.planner.repeats != 0
 
     def _rate(self, epoch: int) -> float:
         """The learning rate of the next update; that of the first group if the driver sets it."""
@@ -460,8 +470,8 @@ class Controller:
         whereabouts.enter(Phase.UPDATE)
         if outcome.verdict is Verdict.APPLY:
             correction = 1.0
-            if self._has_late_count:
-                held, correction = _with_late_count(held, outcome)
+            if self.late_counts:
+                held, correction = _with_late_counts(held, outcome, self.late_counts)
                 outcome = replace(outcome, norm=outcome.norm * correction)
             with phase("clip"):
                 faults.point("clip")
@@ -562,22 +572,26 @@ class Controller:
 
 
 def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: tuple[float, ...]) -> float:
-    """Sum over terms of weight * sum / count; a term without count contributes nothing."""
-    return float(sum(w * s / c for w, s, c in zip(weights, sums, counts) if c))
+    """Sum over terms of weight * sum / count; a term without count or weight contributes nothing."""
+    return float(sum(w * s / c for w, s, c in zip(weights, sums, counts) if c and w))
 
 
-def _with_late_count(held: _Held, outcome: Outcome) -> tuple[_Held, float]:
-    """With the true count of the first term, and the factor by which its gradient changes: it was divided by the size.
+def _with_late_counts(held: _Held, outcome: Outcome, late: Mapping[int, int]) -> tuple[_Held, float]:
+    """With the true counts of these terms, and the factor by which the gradient changes: it was divided by the size.
 
-    Raises TaskError, on all ranks alike, if the driver counted nothing.
+    Raises TaskError, on all ranks alike, if the driver counted nothing for the loss.
     """
-    count = outcome.sums[-1]
-    if not count > 0:
+    counts, size = list(held.counts), held.plan.size
+    for term, place in late.items():
+        counts[term], counts[place] = outcome.sums[place], 0.0
+    if 0 not in late:
+        return replace(held, counts=tuple(counts)), 1.0
+    if not counts[0] > 0:
         raise TaskError(
-            f"step {held.plan.step}: step.backward counted {count:g} over all ranks: expected more than 0, as from"
+            f"step {held.plan.step}: step.backward counted {counts[0]:g} over all ranks: expected more than 0, as from"
             " count=len(y)"
         )
-    return replace(held, counts=(count, *(0.0 for _ in held.counts[1:]))), held.plan.size / count
+    return replace(held, counts=tuple(counts)), size / counts[0]
 
 
 def _redoing(outcome: Outcome) -> str:

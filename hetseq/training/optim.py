@@ -1,4 +1,4 @@
-"""Optimizers by name, and the two parameter groups of a model.
+"""Optimizers by name, and the parameter groups of a model.
 
 Responsible for turning an `OptimizationConfig` into a `torch.optim.Optimizer`; knows no schedule (the controller
 writes `lr` into every group before each step), no gradient scale and no other rank. The one idea: a builder takes
@@ -18,7 +18,7 @@ from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import TaskError
 
 #: the default of `--lr`; a user's own optimizer has `_OTHER_RATE`
-_DEFAULT_RATES = {"adam": 1e-3, "adamw": 1e-3, "lamb": 1e-3, "sgd": 0.1, "adadelta": 1.0}
+_DEFAULT_RATES = {"adam": 1e-3, "adamw": 1e-3, "lamb": 1e-3, "muon": 1e-3, "sgd": 0.1, "adadelta": 1.0}
 _OTHER_RATE = 1e-3
 
 
@@ -30,22 +30,44 @@ def learning_rates(config: OptimizationConfig) -> tuple[float, ...]:
 def parameter_groups(model: nn.Module, config: OptimizationConfig) -> list[dict[str, Any]]:
     """At most two groups of trainable parameters in the model's order: decayed ones, then the others.
 
-    Decayed are parameters of two or more dimensions; biases and norms (fewer dimensions) are not, unless
-    `config.decay_all`. The split does not depend on the size of the decay, so a run can be resumed with another
-    `--weight-decay`. Raises TaskError if nothing is trainable.
+    For muon the `hidden_matrices` are another group before these, with `use_muon`. Decayed are parameters of two or
+    more dimensions; biases and norms (fewer dimensions) are not, unless `config.decay_all`. The split does not depend
+    on the size of the decay, so a run can be resumed with another `--weight-decay`. Raises TaskError if nothing is
+    trainable.
     """
+    hidden = hidden_matrices(model) if config.optimizer == "muon" else []
+    is_hidden = set(map(id, hidden))
     decayed: list[nn.Parameter] = []
     left_alone: list[nn.Parameter] = []
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) not in is_hidden:
             (decayed if parameter.ndim >= 2 or config.decay_all else left_alone).append(parameter)
-    if not decayed and not left_alone:
+    if not hidden and not decayed and not left_alone:
         raise TaskError(
             f"{type(model).__name__} has no parameter that requires a gradient: expected at least one to train;"
             " check the return value of build_model, and whether it froze everything"
         )
-    groups = ({"params": decayed, "weight_decay": _weight_decay(config)}, {"params": left_alone, "weight_decay": 0.0})
+    groups: list[dict[str, Any]] = [
+        {"params": hidden, "weight_decay": _weight_decay(config), "use_muon": True},
+        {"params": decayed, "weight_decay": _weight_decay(config)},
+        {"params": left_alone, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters of two dimensions, without those of embeddings and of the output layer.
+
+    The output layer is the last `nn.Linear`, unless a layer of the model takes an input of its width: then the output
+    is tied to an embedding, and that Linear is a hidden layer. Sources: Jordan et al. 2024; Liu et al. 2025.
+    """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    outer = {id(module.weight) for module in embeddings}
+    widths = {module.in_features for module in linears} | {module.embedding_dim for module in embeddings}
+    if linears and linears[-1].out_features not in widths:
+        outer.add(id(linears[-1].weight))
+    return [value for value in model.parameters() if value.requires_grad and value.ndim == 2 and id(value) not in outer]
 
 
 def adam(
@@ -58,7 +80,7 @@ def adam(
         betas=cast("tuple[float, float]", config.adam_betas),
         eps=config.adam_eps,
         weight_decay=_weight_decay(config),
-        **_kernel(parameter_groups),
+        **kernel(parameter_groups),
     )
 
 
@@ -74,7 +96,7 @@ def sgd(
         lr=learning_rates(config)[0],
         momentum=config.momentum,
         weight_decay=_weight_decay(config),
-        **_kernel(parameter_groups),
+        **kernel(parameter_groups),
     )
 
 
@@ -205,7 +227,7 @@ def _weight_decay(config: OptimizationConfig) -> float:
     return config.weight_decay
 
 
-def _kernel(groups: list[dict[str, Any]]) -> dict[str, bool]:
+def kernel(groups: list[dict[str, Any]]) -> dict[str, bool]:
     """`fused` if torch has such a kernel for every parameter, else `foreach`; both give the same bits for any
     number of threads (measured with 1, 2 and 7 threads on a million elements), not the same as each other."""
     has_fused = all(

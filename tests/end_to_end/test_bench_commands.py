@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("scale.py --model bert-tiny --rounds 1 --steps 1 --batch 4 --seconds 0.05", 6),
         ("het.py 1,2 --models bert-tiny --rounds 1 --steps 1 --seconds 0.05 --batch 16", 1),
         ("step.py --model bert-tiny --batch 4 --rounds 1 --peers none", 1),
+        ("own_loop_cost.py --rounds 1 --steps 2 --batch 32", 1),
         ("bert_step.py --layers 1 --hidden 64 --rows 2 --rounds 1", 1),
         ("pack.py --real 0.68 --layers 1 --hidden 64 --rows 2 --length 32 --rounds 1", 2),
     ],

@@ -188,17 +188,19 @@ kept, state = [8], torch.zeros(3)
 """
 LOOP = """
 for step in run.steps(data, global_batch_size=24, max_epoch=2{more}):
-    for x, y in step:
+    for {given} in {inner}:
         {body}
     {after}
 print("behind the loop")
 """
+DEFAULTS = {"given": "x, y", "inner": "step", "body": "pass", "after": "pass", "more": "", "own": ""}
 GOOD = 'step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))'
 CASES: dict[str, tuple[dict[str, str], int, str]] = {
     "a mean": ({"body": "step.backward(F.cross_entropy(model(x), y), count=len(y))"}, 1,
-               r"the gradient of \S+ from the halves is 2 times that from the whole: step.backward got a mean"),
+               r"the gradient of \S+ from the pieces is 2 times that from the whole: step.backward got a mean"),
     "samples compared": ({"body": "z = F.normalize(model(x)); step.backward((z @ z.T).logsumexp(1).sum())"}, 1,
-                         r"the loss depends on how a step is cut. It compares the samples of a micro-batch, or"),
+                         r"the loss depends on how a step is cut. It compares the samples of a micro-batch, for which"
+                         r" there is step.whole, or"),
     "a state carried along": ({"body": "out = model(x) * (1 + state); state += out.detach().mean().abs(); "
                                "step.backward(F.cross_entropy(out, y, reduction='sum'))"}, 1,
                               r"computed twice with the same random numbers: .* the loop keeps something from one"),
@@ -210,7 +212,7 @@ CASES: dict[str, tuple[dict[str, str], int, str]] = {
     "an inner loop that is left": ({"body": f"{GOOD}; break"}, 1,
                                    r"the loop left step 1 before its micro-batches were used up"),
     "the count of another batch": ({"body": GOOD.replace("len(y)", "kept[0]") + "; kept[0] = len(y)"}, 1,
-                                   r"the first micro-batch counts \d+ as a whole and \d+ in halves"),
+                                   r"the first micro-batch counts \d+ as a whole and \d+ in 2 pieces"),
     "two gradients": ({"body": f"{GOOD}; {GOOD}"}, 1, r"step.backward was called twice for one micro-batch: add the"),
     "terms without counts": ({"body": "step.backward({'a': model(x).sum(), 'b': model(x).sum()})"}, 1,
                              r"step.backward got the terms a, b: several denominators must be known"),
@@ -230,16 +232,39 @@ CASES: dict[str, tuple[dict[str, str], int, str]] = {
     "an error in the inner loop": ({"body": f"{GOOD}; assert step.number < 2 or not run.rank, 'mine'"}, 1,
                                    r"rank 1: your task failed: script.py:\d+ in <module>.*: AssertionError: mine"),
     "sys.exit": ({"body": GOOD, "after": "sys.exit(3)"}, 3, r"the script called sys.exit\(3\)"),
+    "rows of no sample": ({"given": "z", "inner": "step.whole(lambda b: model(b[0]).sum())"}, 1,
+                          r"the function of step.whole gave shape \(\) for \d+ samples: expected a tensor with a row"),
+    "rows without a loss": ({"given": "z", "inner": "step.whole(lambda b: model(b[0]))"}, 1,
+                            r"step.whole gave the rows of the step, and step.backward\(loss\) was not called"),
+    "a count of the whole": ({"given": "z", "inner": "step.whole(lambda b: model(b[0]))",
+                              "body": "step.backward(z.logsumexp(0).sum(), count=len(z))"}, 1,
+                             r"step.backward of step.whole takes the loss itself, a tensor without dimensions, no"),
+    "one phase of two": ({"more": ", phases=2", "body": GOOD}, 1,
+                         r"the loop left step 1 before its micro-batches were used up: .* once for each of phases="),
+    "three phases of two": ({"more": ", phases=2", "body": GOOD,
+                             "after": f"for x, y in step: {GOOD}\n    list(step.of(optimizer))"}, 1,
+                            r"step 1 was looped over 3 times, and run.steps was given phases=2"),
+    "an optimizer of nobody": ({"inner": "step.of(torch.optim.SGD(model.parameters(), lr=1.0))", "body": GOOD}, 1,
+                               r"step.of got an optimizer that run.own was not given"),
+    "a metric without a name": ({"body": f"step.add('right', 1); {GOOD}"}, 1,
+                                r"step.add got 'right': run.steps names what it adds, as in metrics=\(\"right\",\)"),
     "evaluate in a step": ({"body": f"run.evaluate(data, int, batch_size=8); {GOOD}"}, 1,
                            r"run.evaluate was called in the middle of a step: it belongs behind"),
 }  # fmt: skip
+
+
+def text_of(parts: dict[str, str]) -> str:
+    """A script of these parts."""
+    parts = {**DEFAULTS, **parts}
+    head = HEAD.replace("run.own(model, optimizer)", parts["own"] or "run.own(model, optimizer)")
+    return head + LOOP.format(**parts)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_loop_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
     parts, code, told = CASES[name]
     script = tmp_path / "script.py"
-    script.write_text(HEAD + LOOP.format(**{"body": "pass", "after": "pass", "more": "", **parts}))
+    script.write_text(text_of(parts))
     finished = run_script(["--cpu", "--ranks", 2, "--balance", "1,1", "--save-dir", tmp_path / "run", script])
     assert finished.code == code, finished.err
     last = finished.err[finished.err.rindex("hetseq: ") :]
@@ -248,7 +273,32 @@ def test_a_wrong_loop_is_refused_with_its_reason(name: str, tmp_path: Path) -> N
     assert f"{os.sep}hetseq{os.sep}loop" not in last, "no line of ours"
 
 
-RIGHT = {
+WHOLE = {"given": "z", "inner": "step.whole(lambda b: F.normalize(model(b[0])))",
+         "body": "step.backward((z @ z.T).logsumexp(1).mean())"}  # fmt: skip
+EACH = f"""def body(batch):
+    x, y = batch
+    if len(y) > 6 and step.number == 2 and run.rank == 1: raise torch.OutOfMemoryError("CUDA out of memory")
+    {GOOD}
+run.own(model, optimizer)"""
+LORA = """model.requires_grad_(False)
+down, up = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 8, bias=False)
+optimizer = torch.optim.AdamW([*down.parameters(), *up.parameters()])
+run.own(model, down=down, up=up, optimizer=optimizer)"""
+GAN = """critic = torch.nn.Linear(4, 1)
+of_critic = torch.optim.RMSprop(critic.parameters())
+run.own(model=model, critic=critic, optimizer=optimizer, of_critic=of_critic)"""
+RIGHT: dict[str, tuple[dict[str, str], int]] = {
+    "counts of a mask": ({"body": "m = y > 0; step.backward((F.cross_entropy(model(x), y, reduction='none') * m)"
+                                  ".sum(), count=m.sum())"}, 4),
+    "adapters of low rank": ({"own": LORA, "body": "out = model[1:](model[0](x) + up(down(x))); step.backward("
+                              "F.cross_entropy(out, y, reduction='sum'))"}, 4),
+    "a loss over the whole batch": (WHOLE, 4),
+    "two updates in a step": ({"own": GAN, "more": ", phases=2", "inner": "step.of(of_critic)",
+                               "body": "step.backward(critic(x).sum())",
+                               "after": f"for x, y in step.of(optimizer): {GOOD}"}, 8),
+    "a metric": ({"more": ", metrics=('right',)", "body": f"step.add('right', (y == 1).sum(), len(y)); {GOOD}",
+                  "after": "assert round(step.metrics['right'] * 24, 9) in range(5, 12); assert len(step.terms) == 1"},
+                 4),
     "it ends": ({"body": GOOD}, 4),
     "a model in parts that are computed one by one": ({"body": "step.backward(sum(F.cross_entropy(model(x[i:i+1]), "
                                                        "y[i:i+1], reduction='sum') for i in range(len(y))))"}, 4),
@@ -261,15 +311,43 @@ RIGHT = {
 }  # fmt: skip
 
 
+TOLD = {
+    "a norm that forward estimates": (
+        {"own": "model[0] = torch.nn.utils.parametrizations.spectral_norm(model[0]); run.own(model, optimizer)",
+         "body": GOOD}, "forward changes _u of _SpectralNorm, _v of _SpectralNorm: the changes of all ranks are"),
+    "a collater that draws": (
+        {"more": ", collate=lambda s: (torch.stack([a for a, _ in s]) + torch.randn(1), "
+                 "torch.stack([b for _, b in s]))", "body": GOOD},
+        "the collater draws random numbers for a micro-batch, so the loop is not checked"),
+    "a body that draws": ({"body": GOOD.replace("model(x)", "model(x + torch.randn_like(x))")},
+                          "the loop draws random numbers for a micro-batch, beside dropout, so it is not checked"),
+    "memory that runs out in a function": (
+        {"own": EACH, "given": "_", "inner": "[step.each(body)]"},
+        "the memory of cpu did not hold a micro-batch of 12 samples: this rank takes smaller ones from now on"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loop_is_let_alone(name: str, tmp_path: Path) -> None:
     parts, steps = RIGHT[name]
     script = tmp_path / "script.py"
-    script.write_text(HEAD + LOOP.format(**{"body": "pass", "after": "pass", "more": "", **parts}))
+    script.write_text(text_of(parts))
     finished = run_script(["--cpu", "--ranks", 2, "--balance", "1,1", "--save-dir", tmp_path / "run", script])
     assert finished.code == 0, finished.err
     assert "behind the loop" in finished.out
     assert f"done: {steps} steps" in finished.err
+    assert "warning" not in finished.err
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_cannot_be_exact_or_was_repeated_is_told(name: str, tmp_path: Path) -> None:
+    parts, told = TOLD[name]
+    script = tmp_path / "script.py"
+    script.write_text(text_of(parts))
+    finished = run_script(["--cpu", "--ranks", 2, "--balance", "1,1", "--save-dir", tmp_path / "run", script])
+    assert finished.code == 0, finished.err
+    assert "done: 4 steps" in finished.err
+    assert told in finished.err
 
 
 def test_a_loop_with_a_name_that_is_left_ends_the_run_at_the_end_of_the_script(tmp_path: Path) -> None:
@@ -293,8 +371,7 @@ print("behind the loop")
 def test_a_script_that_ends_in_a_step_has_failed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     loop = "try:\n" + "".join(
-        f"    {line}\n"
-        for line in LOOP.format(body=f"{GOOD}; assert step.number < 2", after="pass", more="").splitlines()
+        f"    {line}\n" for line in LOOP.format(**{**DEFAULTS, "body": f"{GOOD}; assert step.number < 2"}).splitlines()
     )
     script.write_text(HEAD + loop + "except AssertionError:\n    pass\n")
     finished = run_script(["--cpu", "--ranks", 2, "--balance", "1,1", "--save-dir", tmp_path / "run", script])
@@ -306,7 +383,7 @@ def test_a_stopped_script_without_a_launcher_says_how_it_continues(tmp_path: Pat
     script = tmp_path / "script.py"
     start = f"run = hetseq.start(seed=3, save_dir={str(tmp_path / 'run')!r})"
     after = "open('reached', 'w').close(); __import__('time').sleep(0.05)"
-    text = HEAD.replace("run = hetseq.start(seed=3)", start) + LOOP.format(body=GOOD, after=after, more="")
+    text = HEAD.replace("run = hetseq.start(seed=3)", start) + LOOP.format(**{**DEFAULTS, "body": GOOD, "after": after})
     script.write_text(text.replace("max_epoch=2", "max_epoch=900"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(script)]
@@ -324,7 +401,7 @@ def test_a_rank_whose_memory_runs_out_begins_anew_with_smaller_micro_batches(tmp
     body = f"""
         if len(y) > 6 and step.number == 2 and run.rank == 1: raise torch.OutOfMemoryError("CUDA out of memory")
         {GOOD}"""
-    script.write_text(HEAD + LOOP.format(body=body, after="pass", more=""))
+    script.write_text(HEAD + LOOP.format(**{**DEFAULTS, "body": body}))
     finished = run_script(["--cpu", "--ranks", 2, "--balance", "1,1", "--save-dir", tmp_path / "run", script])
     assert finished.code == 0, finished.err
     assert "begins anew with smaller micro-batches [batch-halved]" in finished.err
@@ -353,7 +430,7 @@ def test_a_command_that_cannot_be_meant_is_refused_before_torch_is_imported(
 
 def test_a_run_of_a_script_has_no_task_to_evaluate(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(HEAD + LOOP.format(body=GOOD, after="pass", more=""))
+    script.write_text(HEAD + LOOP.format(**{**DEFAULTS, "body": GOOD}))
     assert run_script(["--cpu", "--ranks", 1, "--save-dir", tmp_path / "run", script]).code == 0
     finished = run_command(["evaluate", str(tmp_path / "run")], program=HETSEQ)
     assert finished.code == 2

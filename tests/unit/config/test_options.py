@@ -332,7 +332,8 @@ def test_a_contradiction_inside_a_section_passes_through() -> None:
 
 def test_an_unknown_optimizer_is_refused_before_anything_is_imported() -> None:
     assert refusal("--optimizer", "adem").startswith(
-        "--optimizer adem: there is no such optimizer (did you mean adam?); expected adam, adamw, sgd, adadelta, lamb"
+        "--optimizer adem: there is no such optimizer (did you mean adam?); expected adam, adamw, sgd, adadelta, lamb,"
+        " muon"
     )
     assert refusal("--lr-scheduler", "cosin").startswith(
         "--lr-scheduler cosin: there is no such learning-rate schedule"
@@ -671,7 +672,7 @@ def test_the_short_help_shows_the_basic_options_on_little_more_than_a_screen(mon
     assert len(text.splitlines()) <= 55
     assert max(map(len, text.splitlines())) < 100
     assert "--max-sentences" not in text
-    assert "  --lr LR[,LR...]           learning rate, per epoch; default: 0.001 for adam, adamw and lamb, 0.1" in text
+    assert "  --lr LR[,LR...]           learning rate, per epoch; default: 0.001 for adam, adamw, lamb and" in text
     assert "  --max-epoch N             stop after N epochs\n" in text  # without what a 0 would mean
     assert "(default: runs/mnist)" not in text  # the meaning says how it follows from the task
     monkeypatch.setenv("COLUMNS", "60")

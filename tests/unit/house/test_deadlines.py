@@ -21,6 +21,8 @@ HARMLESS = """
 hetseq/monitor/tensorboard.py
     Opening.board: _thread.join: an import, awaited by the thread that writes rows alone, which `_Recorder.close`
         leaves behind at its deadline
+hetseq/loop/whole.py
+    Whole._gathered: wait.wait: the collective got the deadline of its group
 hetseq/parallel/buffers.py
     BufferKeeper.finish: _pending.wait: the collective got the deadline of its group
 hetseq/checkpoint/part_writer.py

@@ -26,9 +26,9 @@ BUT_WITH_TORCH = (
     "checkpoint.async_save", "checkpoint.dcp", "checkpoint.export", "checkpoint.load", "checkpoint.manager",
     "checkpoint.memory_recovery", "checkpoint.part_io", "checkpoint.snapshot", "checkpoint.sync_save",
     "checkpoint.tensor_reader", "launch.generation", "launch.launcher_link", "launch.rank_life",
-    "launch.script_worker", "launch.stop_request", "launch.worker", "commands.checkpoints.export_model",
-    "commands.doctor.all_reduce_child", "commands.doctor.torch_child", "commands.selftest.checks",
-    "commands.selftest.diagnosis", "commands.selftest.examine", "commands.selftest.fixed_randomness",
+    "launch.script_alone", "launch.script_worker", "launch.stop_request", "launch.worker",
+    "commands.checkpoints.export_model", "commands.doctor.all_reduce_child", "commands.doctor.torch_child",
+    "commands.selftest.checks", "commands.selftest.diagnosis", "commands.selftest.examine", "commands.selftest.fixed_randomness",
     "commands.selftest.measure",
 )  # fmt: skip
 MAY_CALL_COLLECTIVES = ("hetseq/comm/group.py", "hetseq/launch/launch.py")

@@ -36,6 +36,12 @@ def owned(**things: Any) -> Owned:
     return own
 
 
+def settled(**things: Any) -> Owned:
+    own = owned(**things)
+    own.settle()
+    return own
+
+
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 1)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -43,7 +49,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_a_model_moves_to_the_type_of_the_run_and_its_optimizer_holds_the_same_parameters() -> None:
     model, optimizer = trained()
-    own = owned(model=model, optimizer=optimizer)
+    own = settled(model=model, optimizer=optimizer)
     assert next(model.parameters()).dtype == torch.float64
     assert own.model() is model
     assert own.optimizer() is optimizer
@@ -53,6 +59,7 @@ def test_several_trained_modules_are_one_and_others_are_state() -> None:
     (one, _), (other, _), frozen = trained(), trained(), nn.Linear(2, 1).requires_grad_(False)
     own = owned(one=one, other=other, frozen=frozen)
     own.add("optimizer", torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1))
+    own.settle()
     assert [name for name, _ in own.model().named_parameters()] == [
         "one.weight", "one.bias", "other.weight", "other.bias"
     ]  # fmt: skip
@@ -68,9 +75,9 @@ def test_numbers_of_the_optimizer_and_the_state_of_others_come_back() -> None:
 
     (model, optimizer), keeper = trained(), Keeper({"best": 3.5, "mean": torch.ones(2)})
     optimizer.param_groups[0].update(lr=0.025, betas=(0.8, 0.9))
-    tensors, record = TaskState(Script(owned(model=model, optimizer=optimizer, keeper=keeper))).content()
+    tensors, record = TaskState(Script(settled(model=model, optimizer=optimizer, keeper=keeper))).content()
     (model, other), again = trained(), Keeper()
-    TaskState(Script(owned(model=model, optimizer=other, keeper=again))).load(tensors, json.loads(json.dumps(record)))
+    TaskState(Script(settled(model=model, optimizer=other, keeper=again))).load(tensors, json.loads(json.dumps(record)))
     assert (other.param_groups[0]["lr"], other.param_groups[0]["betas"]) == (0.025, (0.8, 0.9))
     assert again.kept["best"] == 3.5
     assert torch.equal(again.kept["mean"], torch.ones(2))
@@ -78,11 +85,11 @@ def test_numbers_of_the_optimizer_and_the_state_of_others_come_back() -> None:
 
 def test_a_script_that_owns_other_objects_than_the_run_was_saved_with_is_refused() -> None:
     model, optimizer = trained()
-    state = owned(model=model, optimizer=optimizer, keeper=Keeper(1)).state_dict()
+    state = settled(model=model, optimizer=optimizer, keeper=Keeper(1)).state_dict()
     with pytest.raises(
         TaskError, match=r"saved with keeper beside model and optimizer, and the script gives run.own noth"
     ):
-        owned(model=model, optimizer=optimizer).load_state_dict(state)
+        settled(model=model, optimizer=optimizer).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -104,21 +111,46 @@ def test_objects_that_cannot_be_told_apart_or_kept_are_refused(things: list[Any]
 def test_a_loop_without_what_it_trains_is_refused() -> None:
     model, optimizer = trained()
     with pytest.raises(TaskError, match=r"run.steps comes before run.own\(model, optimizer\): nothing would be"):
-        owned().model()
-    with pytest.raises(TaskError, match=r"run.own got no optimizer: expected one"):
-        owned(model=model).optimizer()
-    with pytest.raises(TaskError, match=r"run.own got 2 optimizers: expected one"):
-        owned(model=model, one=optimizer, two=trained()[1]).optimizer()
-    with pytest.raises(TaskError, match="weight, bias of the model require a gradient and are in no optimizer"):
-        owned(model=model, optimizer=trained()[1]).optimizer()
+        owned().settle()
+    with pytest.raises(TaskError, match=r"run.own got no optimizer: expected at least one"):
+        owned(model=model).settle()
+    with pytest.raises(TaskError, match=r"two has parameters of no module that run.own was given"):
+        owned(model=model, one=optimizer, two=trained()[1]).settle()
+    with pytest.raises(TaskError, match=r"weight is in two optimizers, one and two: expected one"):
+        owned(model=model, one=optimizer, two=torch.optim.SGD([model.weight], lr=0.1)).settle()
+    with pytest.raises(TaskError, match="bias of the model require a gradient and are in no optimizer"):
+        owned(model=model, optimizer=torch.optim.SGD([model.weight], lr=0.1)).settle()
     more = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(TaskError, match="the optimizer has parameters of no module"):
-        owned(model=model, optimizer=more).optimizer()
+    with pytest.raises(TaskError, match="optimizer has parameters of no module"):
+        owned(model=model, optimizer=more).settle()
+
+
+def test_several_optimizers_update_what_has_a_gradient_and_keep_their_state_by_parameter() -> None:
+    (one, adam), other = trained(), nn.Linear(2, 1)
+    momentum = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+    own = settled(one=one, other=other, adam=adam, momentum=momentum)
+    joint, before = own.optimizer(), [value.clone() for value in one.parameters()]
+    assert type(joint).__name__ == "AdamW+SGD"
+    with own.only([momentum]):
+        assert not any(value.requires_grad for value in one.parameters())
+        (one(torch.ones(1, 2, dtype=torch.float64)) + other(torch.ones(1, 2, dtype=torch.float64))).sum().backward()
+    assert all(value.requires_grad for value in one.parameters())
+    joint.step()
+    assert all(torch.equal(value, was) for value, was in zip(one.parameters(), before))
+    assert not adam.state, "it has made no step"
+    assert joint.state.get(other.weight) is momentum.state[other.weight]
+    assert joint.state.get(one.weight) is None
+    joint.state[one.weight]["step"] = torch.tensor(3.0)
+    assert adam.state[one.weight]["step"] == 3
+    momentum.param_groups[0]["lr"] = 0.25
+    assert [group["lr"] for group in joint.param_groups] == [0.1, 0.25]
+    with pytest.raises(TaskError, match=r"step\.of got an optimizer that run.own was not given"), own.only([joint]):
+        pass
 
 
 def test_calls_of_the_optimizer_go_to_the_guard() -> None:
     model, optimizer = trained()
-    own, calls = owned(model=model, optimizer=optimizer), list[str]()
+    own, calls = settled(model=model, optimizer=optimizer), list[str]()
     own.guard(calls.append)
     optimizer.step()
     model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()

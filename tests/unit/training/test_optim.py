@@ -12,6 +12,7 @@ from torch import nn
 
 from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import TaskError
+from hetseq.training.muon import muon
 from hetseq.training.optim import Lamb, adadelta, adam, adamw, lamb, learning_rates, parameter_groups, sgd
 
 Array = np.ndarray
@@ -23,6 +24,7 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": sgd,
     "adadelta": adadelta,
     "lamb": lamb,
+    "muon": muon,
 }
 
 
@@ -43,6 +45,20 @@ def lamb_rule(weights: Array, gradient: Array, state: dict[str, Array], t: int) 
     update_norm = np.sqrt((update**2).sum())
     ratio = norm / update_norm if norm > 0 and update_norm > 0 else 1.0
     return weights - lr * ratio * update
+
+
+def muon_rule(weights: Array, gradient: Array, state: dict[str, Array], t: int) -> Array:
+    """The polynomial of the iteration acts on singular values alone."""
+    if weights.ndim != 2:
+        return adamw_rule(weights, gradient, state, t)
+    lr, momentum, decay = 0.03, 0.9, 0.1
+    state["m"] = momentum * state["m"] + (1 - momentum) * gradient
+    left, values, right = np.linalg.svd(momentum * state["m"] + (1 - momentum) * gradient, full_matrices=False)
+    values = values / np.sqrt((values**2).sum())
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    size = 0.2 * np.sqrt(max(weights.shape))
+    return weights - lr * decay * weights - lr * size * (left * values) @ right
 
 
 def sgd_rule(weights: Array, gradient: Array, state: dict[str, Array], t: int) -> Array:
@@ -66,6 +82,7 @@ RULES: dict[str, Rule] = {
     "sgd": sgd_rule,
     "adadelta": adadelta_rule,
     "lamb": lamb_rule,
+    "muon": muon_rule,
 }
 
 
@@ -323,6 +340,7 @@ def test_default_learning_rates_fit_the_optimizer() -> None:
         "adam": (1e-3,),
         "adamw": (1e-3,),
         "lamb": (1e-3,),
+        "muon": (1e-3,),
         "sgd": (0.1,),
         "adadelta": (1.0,),
         "my_own": (1e-3,),
