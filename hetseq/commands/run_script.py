@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hetseq import config as options
@@ -64,6 +65,38 @@ def run(argv: Sequence[str], say: Callable[[str], None]) -> int:
             ending = stopped_early(str(signal), config)
     tell_ending(ending)
     return ending.code
+
+
+@dataclass(frozen=True)
+class Program:
+    """What other commands start on a node: `train OPTIONS`, or `run OPTIONS SCRIPT ARGUMENTS`."""
+
+    options: tuple[str, ...]
+    script: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "run" if self.script else "train"
+
+    def words(self, more: Sequence[str] = ()) -> list[str]:
+        """The words behind `hetseq`, with further options."""
+        return [self.name, *self.options, *more, *self.script]
+
+    def config(self, more: Sequence[str] = ()) -> Config:
+        """The options with further ones, as a node reads them. Raises ConfigError."""
+        if self.script:
+            return parse([*self.options, *more, *self.script])[0]
+        return options.parse([*self.options, *more])
+
+
+def program_of(words: Sequence[str]) -> Program:
+    """The program behind `--` of another command. Raises ConfigError for `run` without a script."""
+    if not words or words[0] != "run":
+        return Program(tuple(words))
+    at = _script_at(words)
+    if at == len(words):
+        raise ConfigError("found no script behind run: expected -- run [options] SCRIPT.py [arguments]")
+    return Program(tuple(words[1:at]), tuple(words[at:]))
 
 
 def _script_at(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ import hetseq
 from hetseq.cluster.membership.compatibility import source_below
 from hetseq.commands.ssh.wheels import pinned
 from hetseq.monitor.metrics import read_rows
-from tests.support.commands import HETSEQ, Finished, run_command, start_command
+from tests.support.commands import HETSEQ, ROOT, Finished, run_command, start_command
 from tests.support.nightly import nightly
 from tests.unit.commands.test_script import program
 
@@ -68,6 +68,17 @@ def left_running(folder: Path) -> list[str]:
         if is_ours and state != "Z":
             found.append(line.replace(b"\0", b" ").decode())
     return found
+
+
+def test_two_hosts_run_a_script_together(tmp_path: Path, words: Callable[..., list[str]]) -> None:
+    example = ROOT / "docs" / "examples" / "own_loop.py"
+    line = words("labA:2,labB:1")
+    line = [*line[: line.index("--") + 1], "run", "--cpu", "--save-dir", "run", str(example)]
+    done = finish(tmp_path, line)
+    assert done.code == 0, done.err
+    rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert [(row["step"], row["world_size"]) for row in rows] == [(step, 3) for step in range(1, 61)]
+    assert sum(": loss " in text for text in done.out.splitlines()) == 3
 
 
 def test_two_hosts_train_together_and_the_second_is_given_the_secret(

@@ -15,6 +15,8 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hetseq.commands.run_script import Program
+
 #: before the end of the job's time, for the current step and the checkpoint
 WARNING_S = 120
 _WIDTH = 100
@@ -25,8 +27,8 @@ _END = "END_OF_NODE"
 class Job:
     """The resources that a script asks a queue for, and the command it runs.
 
-    `words` are the options of `hetseq train`. If `meets`, the script adds --join; `min_ranks` is None if it is in
-    `words`. `setup` are lines of shell. `shared` is an existing or future folder that all nodes see.
+    If `meets`, the script adds --join; `min_ranks` is None if it is among the options of `program`. `setup` are lines
+    of shell. `shared` is an existing or future folder that all nodes see.
     """
 
     name: str
@@ -36,7 +38,7 @@ class Job:
     directory: str
     shared: str
     python: str
-    words: tuple[str, ...]
+    program: Program
     meets: bool
     min_ranks: int | None
     setup: tuple[str, ...] = ()
@@ -151,7 +153,7 @@ def condor(job: Job) -> str:
     steps = [f"mkdir -p {shlex.quote(job.shared)}", f"cd {shlex.quote(job.directory)}", *job.setup]
     join = ["--join", f"file://{job.shared}/meeting-\0"] if job.meets else []
     join += ["--min-ranks", str(job.min_ranks)] if job.min_ranks else []
-    train = shlex.join(["exec", job.python, "-m", "hetseq", "train", *job.words, *join])
+    train = shlex.join(["exec", job.python, "-m", "hetseq", *job.program.words(join)])
     shell = " && ".join([*steps, train])
     log = f"{job.directory}/{job.name}-$(ClusterId)"
     lines = [
@@ -203,9 +205,9 @@ def _head(job: Job, submit: str, directives: list[str]) -> str:
 
 def _train(job: Job) -> str:
     """The command of a node, with one or more options per line; `$1` is where the nodes meet."""
-    lines = [shlex.join([job.python, "-m", "hetseq", "train"])]
+    lines = [shlex.join([job.python, "-m", "hetseq", job.program.name])]
     groups: list[list[str]] = []
-    for word in job.words:
+    for word in job.program.options:
         if word.startswith("--") or not groups:
             groups.append([])
         groups[-1].append(word)
@@ -218,6 +220,7 @@ def _train(job: Job) -> str:
     lines += [line] if line else []
     least = f" --min-ranks {job.min_ranks}" if job.min_ranks else ""
     lines += [f'--join "file://$1"{least}'] if job.meets else []
+    lines += [shlex.join(job.program.script)] if job.program.script else []
     return " \\\n    ".join(lines)
 
 

@@ -10,9 +10,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from hetseq import config as options
+from hetseq.commands.run_script import Program, program_of
 from hetseq.commands.script.batch_scripts import SYSTEMS, Job, file_name, submit_line
 from hetseq.config.command_line import Argument, Command, CommandOption, whole_number
 from hetseq.config.sections import Config
@@ -42,7 +43,10 @@ def _seconds(text: str) -> int:
 COMMAND = Command(
     "script",
     "Write a batch script for a run on the nodes of a queue, to read, change and submit. Nothing is submitted.",
-    usage=("SYSTEM [options] -- OPTIONS OF hetseq train",),
+    usage=(
+        "SYSTEM [options] -- OPTIONS OF hetseq train",
+        "SYSTEM [options] -- run [OPTIONS OF hetseq train] SCRIPT.py [arguments]",
+    ),
     words=(
         Argument("SYSTEM", "the scheduler: slurm, sge, pbs, lsf or condor", among=tuple(SYSTEMS)),
         CommandOption("--nodes", "number of nodes; default 1", "N", read=whole_number(1), default=1),
@@ -93,12 +97,13 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 def parse(words: Sequence[str]) -> tuple[str, Job]:
     """The scheduler and the job. Raises ConfigError for mistakes that would fail after the queue."""
     asked = COMMAND.read(words)
-    system, train = asked["SYSTEM"], asked.rest
+    system, program = asked["SYSTEM"], program_of(asked.rest)
+    train = program.options
     for name, systems in _ONLY.items():
         if system not in systems and asked[name] is not None:
             raise COMMAND.refusal(f"{name} does not apply to {system}: leave it out")
     meets = asked["--nodes"] > 1 and not _has(train, "--join")
-    config = _checked(train, asked["--nodes"], meets=meets)
+    config = _checked(program, asked["--nodes"], meets=meets)
     workers = _workers(config, asked["--gpus-per-node"])
     directory, run_directory = os.getcwd(), Path(os.path.abspath(config.checkpoint.save_dir))
     job = Job(
@@ -109,7 +114,7 @@ def parse(words: Sequence[str]) -> tuple[str, Job]:
         directory=directory,
         shared=str(run_directory.parent),
         python=asked["--python"] or sys.executable,
-        words=(*train, *_own_words(config, asked["--gpus-per-node"])),
+        program=replace(program, options=(*train, *_own_words(config, asked["--gpus-per-node"]))),
         meets=meets,
         min_ranks=asked["--nodes"] * workers if meets and not _has(train, "--min-ranks") else None,
         setup=asked["--setup"],
@@ -129,15 +134,16 @@ def _has(train: Sequence[str], option: str) -> bool:
     return any(word.partition("=")[0] == option for word in train)
 
 
-def _checked(train: Sequence[str], nodes: int, *, meets: bool) -> Config:
+def _checked(program: Program, nodes: int, *, meets: bool) -> Config:
     """The options of the run, as each node will read them."""
+    train = program.options
     if any(_has(train, f"--distributed-{name}") for name in ("init-method", "world-size", "rank")) and nodes > 1:
         raise ConfigError(
             "a script for several nodes uses --join, which assigns the ranks: leave out --distributed-init-method,"
             " --distributed-world-size and --distributed-rank"
         )
     least = [] if _has(train, "--min-ranks") else ["--min-ranks", "1"]
-    config = options.parse([*train, "--join", "file:///meeting", *least] if meets else train)
+    config = program.config(["--join", "file:///meeting", *least] if meets else [])
     if nodes == 1:
         return config
     cluster = config.distributed
@@ -145,7 +151,7 @@ def _checked(train: Sequence[str], nodes: int, *, meets: bool) -> Config:
         raise ConfigError(
             f"--distributed-no-spawn runs one rank alone, but --nodes {nodes} was asked for: leave one out"
         )
-    if config.data.global_batch_size is None:
+    if config.data.global_batch_size is None and not program.script:  # a script says it
         raise ConfigError(
             f"--nodes {nodes} needs --global-batch-size N after -- (samples per step over all ranks): otherwise the"
             " batch size would depend on how many nodes start in time"
@@ -184,5 +190,5 @@ def _check(system: str, job: Job) -> None:
             f"--save-dir is in {job.shared}, where the nodes would meet, and schedulers pass such a name on unquoted:"
             " choose a folder with only letters, digits and . , : @ / + _ -"
         )
-    if any("\n" in line for line in (*job.setup, *job.words)):
+    if any("\n" in line for line in (*job.setup, *job.program.words())):
         raise ConfigError("a line break in --setup or after --: give --setup once for each line")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from hetseq import config as options
 from hetseq.cluster.rendezvous.secret import load_secret
+from hetseq.commands.run_script import Program, program_of
 from hetseq.commands.ssh.connections import (
     SSH_FAILED,
     Connection,
@@ -50,7 +51,11 @@ _FAILED = (EXIT_USAGE, EXIT_DISAGREE)
 COMMAND = Command(
     "ssh",
     "Start a run on several hosts with one command, over ssh.",
-    usage=("--hosts LIST [options] -- OPTIONS OF hetseq train", "--install --hosts LIST [options]"),
+    usage=(
+        "--hosts LIST [options] -- OPTIONS OF hetseq train",
+        "--hosts LIST [options] -- run [OPTIONS OF hetseq train] SCRIPT.py [arguments]",
+        "--install --hosts LIST [options]",
+    ),
     words=(
         CommandOption(
             "--hosts",
@@ -113,7 +118,7 @@ class SshRequest:
     """The request: `hosts` with their workers (None: as many as the host reports), and the command for each of them."""
 
     hosts: tuple[tuple[str, int | None], ...]
-    words: tuple[str, ...]
+    program: Program
     ssh: tuple[str, ...]
     directory: str
     python: str
@@ -161,19 +166,19 @@ def parse(asked: Given) -> SshRequest:
             raise COMMAND.refusal(f"{flag} belongs to --install: leave it out, or add --install")
     if asked["--env"] and asked["--python"]:
         raise COMMAND.refusal("--env and --python are both given: leave one out")
-    train, hosts = asked.rest, hosts_of(asked["--hosts"])
+    program, hosts = program_of(asked.rest), hosts_of(asked["--hosts"])
     address = asked["--address"] or hosts[0][0].rpartition("@")[2]
-    has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in train)
+    has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in program.options)
     meeting = ["--join", f"tcp://{address}:{asked['--port'] or 1}", *([] if has_min_ranks else ["--min-ranks", "1"])]
-    config = options.parse([*train, *meeting])
+    config = options.parse([*program.options, *meeting])  # the script is on the hosts
     if config.distributed.join != meeting[1]:
         raise ConfigError("this command sets --join itself: leave it out (--address and --port change it)")
     if config.distributed.distributed_gpus is not None or config.distributed.devices:
         raise ConfigError("--hosts sets the workers of each host, as in labA:2: leave out --ranks and --devices")
-    if config.data.global_batch_size is None:
+    if config.data.global_batch_size is None and not program.script:  # a script says it
         raise ConfigError("several nodes need --global-batch-size N after -- (samples per step over all ranks)")
     return SshRequest(
-        hosts, train, tuple(shlex.split(asked["--ssh"])), asked["--directory"] or os.getcwd(),
+        hosts, program, tuple(shlex.split(asked["--ssh"])), asked["--directory"] or os.getcwd(),
         f"{asked['--env'].rstrip('/')}/bin/python" if asked["--env"] else asked["--python"] or sys.executable,
         asked["--env-setup"], address, asked["--port"], has_min_ranks, config.distributed.secret_file,
     )  # fmt: skip
@@ -197,7 +202,8 @@ class FanOut:
         """Connect, agree, begin, wait. Raises RendezvousError for secrets that differ."""
         for name, count in self._request.hosts:
             host = self._links.open(name, self._command(name))
-            self._links.tell(host, words=[*self._request.words, *(["--ranks", str(count)] if count else [])])
+            program, ranks = self._request.program, ["--ranks", str(count)] if count else []
+            self._links.tell(host, words=[*program.options, *ranks], script=list(program.script))
         begun_s, is_said = time.monotonic(), False
         while any(host.facts is None for host in self._hosts):
             self._turn()

@@ -1,7 +1,8 @@
 """The program that `hetseq ssh` starts on each host; it starts the launcher there and listens to `hetseq ssh`.
 
-Reports facts about the node (number of workers, a free port, whether it has the secret), starts `hetseq train` with the
-options it gets back, and stops it. It chooses no option of the run. Messages call `hetseq ssh` the near end.
+Reports facts about the node (number of workers, a free port, whether it has the secret), starts `hetseq train` or
+`hetseq run` with the options it gets back, and stops it. It chooses no option of the run. Messages call `hetseq ssh`
+the near end.
 
 The one idea: the launcher stops when the connection closes. Messages are lines of JSON on standard input, which ssh
 closes however the near end ends: killed, disconnected, suspended for good. Then the launcher is asked to stop, as by a
@@ -18,11 +19,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from hetseq import config as options
 from hetseq.cluster.rendezvous.secret import SECRET_BYTES, derive_key, load_secret, secret_file
+from hetseq.commands.run_script import Program
 from hetseq.config.sections import Config
 from hetseq.errors import EXIT_STOPPED, HetSeqError, RendezvousError
 from hetseq.run_directory import open_private
@@ -44,19 +44,20 @@ def main() -> int:
             request = near.next()
             if request is None:
                 return EXIT_STOPPED
-            sys.stdout.write(f"{MARK}{json.dumps(_facts(request['words']))}\n")
+            program = Program(tuple(request["words"]), tuple(request["script"]))
+            sys.stdout.write(f"{MARK}{json.dumps(_facts(program))}\n")
             sys.stdout.flush()
             begin = near.next()
             if begin is None or "stop" in begin:
                 return EXIT_STOPPED
             if begin["secret"] is not None:
-                _keep(begin["secret"], _parsed(request["words"]).distributed.secret_file)
+                _keep(begin["secret"], _parsed(program).distributed.secret_file)
         except HetSeqError as error:
             sys.stderr.write(f"hetseq: {error}\n")
             return error.exit_code
         me = os.getpid()
         child = subprocess.Popen(
-            [sys.executable, "-m", "hetseq", "train", *request["words"], *begin["words"]],
+            [sys.executable, "-m", "hetseq", *program.words(begin["words"])],
             stdin=subprocess.DEVNULL,
             env=environment_of_child(SSH),
             preexec_fn=lambda: die_with_parent(me),
@@ -98,11 +99,11 @@ class _Near:
                 return word
 
 
-def _facts(words: Sequence[str]) -> dict[str, Any]:
+def _facts(program: Program) -> dict[str, Any]:
     """The facts about this host for the near end. Raises ConfigError for options, SecretError for a bad secret."""
     from hetseq.launch.launch import local_devices
 
-    config = _parsed(words)
+    config = _parsed(program)
     tag = None
     file = config.distributed.secret_file
     if os.path.lexists(secret_file(file)):
@@ -113,10 +114,10 @@ def _facts(words: Sequence[str]) -> dict[str, Any]:
     return {"workers": len(local_devices(config.distributed)), "port": port, "secret": tag}
 
 
-def _parsed(words: Sequence[str]) -> Config:
+def _parsed(program: Program) -> Config:
     """The options of the run, with a placeholder for the unknown rendezvous URL. Raises ConfigError."""
-    has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in words)
-    return options.parse([*words, "--join", "tcp://127.0.0.1:1", *([] if has_min_ranks else ["--min-ranks", "1"])])
+    has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in program.options)
+    return program.config(["--join", "tcp://127.0.0.1:1", *([] if has_min_ranks else ["--min-ranks", "1"])])
 
 
 def _keep(digits: str, path: str) -> None:

@@ -127,6 +127,40 @@ def test_the_scripts_ask_for_what_was_asked() -> None:
         assert "--ranks 2" in text
 
 
+@pytest.mark.parametrize("system", BASH)
+def test_a_script_of_ones_own_stands_behind_all_options(
+    tmp_path: Path, system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = nodes_of(tmp_path, system)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    lines: list[str] = []
+    words = [
+        system,
+        "--nodes",
+        "2",
+        *ASK[system],
+        "--python",
+        "trainer",
+        "--",
+        "run",
+        "--cpu",
+        "mine.py",
+        "--data",
+        "a b",
+    ]
+    assert script.run(words, lines.append) == 0
+    done = execute(tmp_path, "\n".join(lines) + "\n", **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    here, there = sorted((tmp_path / "words").read_text().splitlines())
+    assert here.removeprefix("here: ") == there.removeprefix("there: ")
+    assert here.startswith("here: -m hetseq run --cpu --join file://")
+    assert here.endswith(" --min-ranks 2 mine.py --data a b")
+    Path("mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"there is no script mine\.py"):
+        script.run(words, lines.append)
+
+
 def test_one_node_needs_no_meeting_place(tmp_path: Path) -> None:
     for system in BASH:
         folder = tmp_path / system

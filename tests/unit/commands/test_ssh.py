@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hetseq.commands.run_script import Program
 from hetseq.commands.ssh import command as ssh
 from hetseq.commands.ssh import connections
 from hetseq.commands.ssh import remote as far_end
@@ -55,6 +56,8 @@ def test_hosts_are_names_with_or_without_their_workers() -> None:
         ("--hosts a,a -- --task mnist", "names a host twice"),
         ("--hosts a:1,b:1 -- --task mnist --learning-rat 1", "--learning-rat"),
         ("--hosts a:1,b:1 -- --task mnist", "need --global-batch-size N"),
+        ("--hosts a:1,b:1 -- run --cpu", "found no script behind run: expected -- run [options] SCRIPT.py [arguments]"),
+        ("--hosts a:1,b:1 -- run --ranks 2 train.py", "--hosts sets the workers"),
         ("--hosts a:1 -- --task mnist --global-batch-size 8 --ranks 2", "--hosts sets the workers"),
         ("--host a:1 -- --task mnist", "unknown option --host: did you mean --hosts?"),
         ("-- --task mnist", "--hosts LIST is missing"),
@@ -70,7 +73,7 @@ def test_a_line_that_cannot_be_meant_is_refused_before_any_connection(line: str,
 
 def test_options_about_the_meeting_are_read_on_a_host_that_does_not_know_the_place_yet() -> None:
     words = "--task mnist --cpu --global-batch-size 8 --ranks 2 --min-ranks 1 --max-ranks 9"
-    assert far_end._facts(shlex.split(words))["workers"] == 2
+    assert far_end._facts(Program(tuple(shlex.split(words))))["workers"] == 2
 
 
 class Fan:
