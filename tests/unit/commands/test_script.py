@@ -135,20 +135,8 @@ def test_a_script_of_ones_own_stands_behind_all_options(
     monkeypatch.chdir(tmp_path)
     Path("mine.py").touch()
     lines: list[str] = []
-    words = [
-        system,
-        "--nodes",
-        "2",
-        *ASK[system],
-        "--python",
-        "trainer",
-        "--",
-        "run",
-        "--cpu",
-        "mine.py",
-        "--data",
-        "a b",
-    ]
+    mine = ["run", "--cpu", "mine.py", "--data", "a b"]
+    words = [system, "--nodes", "2", *ASK[system], "--python", "trainer", "--", *mine]
     assert script.run(words, lines.append) == 0
     done = execute(tmp_path, "\n".join(lines) + "\n", **environment)
     assert (done.returncode, done.stderr) == (0, "")
