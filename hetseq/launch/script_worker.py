@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from hetseq import config as options
 from hetseq.cluster.membership.assignment import Assignment, ScriptJob
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config, OptimizationConfig, TaskConfig
+from hetseq.config.tracker_specs import check_packages
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, TaskError
 from hetseq.launch.launch import local_devices
 from hetseq.launch.launcher_link import LauncherLink, NoLauncher
@@ -35,6 +37,7 @@ from hetseq.launch.stop_request import StopRequest
 from hetseq.launch.worker import begin_process, end_process, report_of_failure
 from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.loop.run import Run
+from hetseq.monitor.trackers.protocol import Tracker
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import is_exhausted
 from hetseq.system.rank_phase import Cell
@@ -61,12 +64,16 @@ class _Process:
 _process: _Process | None = None
 
 
-def start(*, save_dir: str | None = None, seed: int | None = None, precision: str | None = None) -> Run:
+def start(
+    *, save_dir: str | None = None, seed: int | None = None, precision: str | None = None,
+    trackers: Sequence[str | Tracker] = (),
+) -> Run:  # fmt: skip
     """Take part in the run that `hetseq run` has started this script for, or be a run of one rank.
 
     `save_dir` is the run directory (`python script.py` without one writes nothing), `seed` that of the sample order and
     of random numbers, `precision` as `--precision`: fp64, fp32, tf32, bf16 or fp16. What the command line of `hetseq
-    run` says comes first. Seeds torch, NumPy and Python. Every rank calls it, once, before it builds its model.
+    run` says comes first. `trackers`, as in `["wandb:project=digits", MyTracker()]`, come beside those of `--tracker`.
+    Seeds torch, NumPy and Python. Every rank calls it, once, before it builds its model.
     Raises TaskError for a second call, and ConfigError.
     """
     global _process
@@ -84,6 +91,10 @@ def start(*, save_dir: str | None = None, seed: int | None = None, precision: st
         config = replace(config, task=replace(config.task, seed=seed))
     if precision is not None and config.optimization.precision == OptimizationConfig.precision:
         config = replace(config, optimization=replace(config.optimization, precision=precision))
+    words = [word for one in trackers if isinstance(one, str) for word in one.split(",")]
+    config = replace(config, log=replace(config.log, tracker=(*config.log.tracker, *words)))
+    check_packages(config.log.tracker_specs())
+    _process.life.trackers = [tracker for tracker in trackers if not isinstance(tracker, str)]
     _process.run = Run(config, _process.life, device=_process.device, name=_process.name, facts=_process.facts)
     return _process.run
 

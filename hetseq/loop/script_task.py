@@ -29,6 +29,16 @@ class ScriptTask(Task):
         if count is None:
             self.__dict__["term_weights"] = {"loss": 1.0, "count": 0.0}  # of this script, not of its class
         self.has_left = False  # the script has left its loop
+        self._numbers: dict[str, float] = {}
+        self.begin_log()
+
+    def begin_log(self) -> None:
+        """What is logged from now on belongs to another step."""
+        self._numbers = self.__dict__["numbers_of_run_log"] = {}  # of this script, not of its class
+
+    def log(self, numbers: Mapping[str, float]) -> None:
+        """Put numbers beside those that were logged for this step."""
+        self._numbers.update(numbers)
 
     @property
     def counts_ahead(self) -> bool:

@@ -333,6 +333,8 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
     beginning, inherited = start.beginning, start.inherited
     if beginning is not None and not beginning.is_own and controller.has_ended():
         raise nothing_to_do(job.config.checkpoint, start.state)
+    if job.is_first and job.config.checkpoint.which_checkpoint != "latest":
+        job.metrics.goes_back(start.state.position.step - 1)
     if beginning is not None:
         begin_from(beginning, job.directory, start.saver, job.directory_group, metrics=job.metrics)
     if inherited is not None:
