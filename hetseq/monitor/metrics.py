@@ -107,6 +107,7 @@ class Metrics:
         self._recording, self._display, self._total_steps = recording, display, display.total_steps
         self._trackers: tuple[Tracked, ...] = ()
         self._config: dict[str, Any] = {}
+        self._ending: list[TrackerThread] = []
         #: the exit code of this rank as far as it is known, for the trackers
         self.code = EXIT_FAILED
         #: for the worker's root logger: records appear above the live line, or on standard error
@@ -128,6 +129,7 @@ class Metrics:
             self._recorder = _Recorder(directory, self._recording)
         elif not is_writer and self._recorder is not None:
             self._recorder.close(deadline_s=_CLOSE_DEADLINE_S, code=EXIT_STOPPED)
+            self._ending += self._recorder.ending  # the next generation does not wait for trackers
             self._recorder = None
         self._has_display = has_display
         self._follow()
@@ -143,7 +145,7 @@ class Metrics:
             self._recorder.follow(self._trackers if self._has_display else (), self._config)
 
     def goes_back(self, step: int) -> None:
-        """The rows from now on follow `step` on purpose, and replace those of the steps after it."""
+        """The rows from now on follow `step`, and differ from earlier rows of the steps after it."""
         if self._recorder is not None:
             self._recorder.goes_back(step)
 
@@ -214,13 +216,19 @@ class Metrics:
     def close(self, *, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
         """Write the queued rows, for `deadline_s` seconds at most, and end the display; may be called twice.
 
-        Trackers get as long again."""
+        Trackers get as long again.
+        """
         try:
             if self._progress is not None:
                 self._progress.close()
         finally:
             if self._recorder is not None:
                 self._recorder.close(deadline_s=deadline_s, code=self.code)
+                self._ending += self._recorder.ending
+            until_s = time.monotonic() + deadline_s
+            for tracker in self._ending:
+                tracker.join(until_s)
+            self._ending.clear()
 
     def __enter__(self) -> Metrics:
         return self
@@ -309,6 +317,8 @@ class _Recorder:
         self._courses = Courses(directory.status)
         self._passing = Passing()
         self._trackers: dict[str, TrackerThread] = {}
+        #: threads of trackers that have been told to end
+        self.ending: list[TrackerThread] = []
         if recording.has_tensorboard:
             board = TensorBoard(directory.tensorboard, recording.hparams)
             self._trackers["tensorboard"] = TrackerThread(board, "tensorboard", self._passing)
@@ -324,9 +334,8 @@ class _Recorder:
 
     def follow(self, trackers: Sequence[Tracked], config: dict[str, Any]) -> None:
         """Send rows to these trackers, and to no others."""
-        labels = {tracked.label for tracked in trackers}
-        gone = [self._trackers.pop(label) for label in [*self._trackers] if label not in {*labels, "tensorboard"}]
-        _end(gone, EXIT_STOPPED)
+        labels = {"tensorboard", *(tracked.label for tracked in trackers)}
+        self._end([label for label in self._trackers if label not in labels], EXIT_STOPPED)
         for tracked in trackers:
             if tracked.label not in self._trackers:
                 source = Follower(self._directory, tracked.label, config, self._courses)
@@ -357,7 +366,13 @@ class _Recorder:
                 self._directory.metrics,
                 deadline_s,
             )
-        _end([*self._trackers.values()], code, deadline_s)
+        self._end([*self._trackers], code)
+
+    def _end(self, labels: Sequence[str], code: int) -> None:
+        for label in labels:
+            tracker = self._trackers.pop(label)
+            tracker.close(code)
+            self.ending.append(tracker)
 
     def _put(self, kind: str, row: Row) -> None:
         line = json_line(row)  # not in the thread, because the caller may change its row afterwards
@@ -397,15 +412,6 @@ class _Recorder:
                 tracker.wake()
         for file in (metrics, events):
             file.close()
-
-
-def _end(trackers: Sequence[TrackerThread], code: int, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
-    """End the trackers, all at the same time."""
-    for tracker in trackers:
-        tracker.close(code)
-    until_s = time.monotonic() + deadline_s
-    for tracker in trackers:
-        tracker.join(until_s)
 
 
 def _thinned(row: Row) -> Row:

@@ -76,7 +76,7 @@ class TensorBoard:
         self._board: Board | None = None
 
     def begin(self, run_id: str, config: Mapping[str, Any], is_resumed: bool) -> None:
-        del run_id, config, is_resumed  # its files are those of the run directory
+        del run_id, config, is_resumed  # its files are in the run directory
         self._board = open_board(self._folder, self._hparams)
 
     def row(self, row: Row) -> None:

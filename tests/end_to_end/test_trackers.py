@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,23 @@ def test_the_writer_and_then_the_launcher_are_killed_and_each_row_arrives_once(
     for row, (_, numbers) in zip(rows, found[1], strict=True):
         for tag in ("train/loss", "train/lr", "log/square", "log/norm"):
             assert numbers[tag] == pytest.approx(numbers_of(row)[tag], rel=1e-12)
+
+
+def test_a_task_sends_its_validations_and_with_other_options_its_steps_again(tmp_path: Path) -> None:
+    words = ["--task", f"{ROOT / 'docs' / 'examples' / 'spirals.py'}:Spirals", "--global-batch-size", "200", "--cpu",
+             "--ranks", "2", "--save-dir", str(tmp_path / "run"), "--tracker", TRACKERS["own"][1]]  # fmt: skip
+    env = {"LINE_TRACKER": str(tmp_path / "lines")}
+    seen = []
+    for more in (["--max-epoch", "2"], ["--max-epoch", "2"], ["--max-epoch", "3", "--lr", "0.01"]):
+        with start_command(["train", *words, *more], program=HETSEQ, env=env, is_cold=False) as command:
+            finished = command.finish(timeout_s=60)
+        assert finished.code == 0, finished.err
+        (rows,) = of_own(tmp_path).values()
+        seen.append([(step, "valid/accuracy" in numbers) for step, numbers in rows])
+        newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+        shutil.rmtree(newest)  # as if the run had been killed before
+    first, second, third = ([(step, False) for step in (k, k + 1, k + 2)] + [(k + 2, True)] for k in (1, 4, 7))
+    assert seen == [first + second, first + second, first + second + second + third]
 
 
 def test_a_missing_package_is_an_error_before_anything_is_started(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Where in `metrics.jsonl` a run has gone back on purpose: `--resume STEP`, or a checkpoint before ranks differed.
+"""Where in `metrics.jsonl` a run has gone back to a checkpoint and on another way: with other options, or because the
+ranks had come to differ.
 
-From there on the rows of a step count anew, though a tracker has that step already. A run that resumes from its newest
-checkpoint repeats the steps after it, on the same course.
+From there on the rows of a step count anew, though a tracker has that step already. A run that resumes with the same
+options repeats the steps after its checkpoint, on the same course.
 """
 
 from __future__ import annotations

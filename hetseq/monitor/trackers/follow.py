@@ -1,18 +1,19 @@
 """Follows `metrics.jsonl` and `events.jsonl` for one tracker, over killed processes and resumes.
 
-The one idea: a tracker receives what is in the files, never what is in memory. A cursor in the run directory says how
+The one idea: a tracker receives the contents of the files, never of the memory. A cursor in the run directory says how
 far it is, so that the rank that writes next continues where the killed one was. Each call of the tracker is followed by
 one write of the cursor. A process killed between the two leaves a row that was taken and not noted, and a tracker that
 buffers loses rows that were noted. Both are put right by the number of rows that `begin` returns; without it, the one
 row is sent twice. The write is no fsync: a machine that crashes may lose the ends of the cursor and of the files.
 
 `metrics.jsonl` repeats rows: a step that was done again after a kill, or work that a loss had interrupted. Such a row
-is not sent again. A run that goes back on purpose is on a new course, and its steps are sent again (`courses.py`).
+is not sent again. A run that resumes with other options is on a new course: its steps are sent again (`courses.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -58,11 +59,16 @@ class Follower:
         self._cursor = Cursor()
         self.has_begun = False
 
-    def deliver(self, tracker: Tracker) -> None:
-        """Send what is new in the files. Raises what the tracker raises; a later call continues with the same row."""
+    def deliver(self, tracker: Tracker) -> bool:
+        """Send the new rows and events; False while another process still sends. Raises what the tracker raises.
+
+        A later call continues with the same row.
+        """
         if not self.has_begun:
             if not self._is_anything_new():
-                return
+                return True
+            if not self._file.lock():
+                return False
             self._begin(tracker)
         for row, after in self._new_rows():
             tracker.row(row)
@@ -72,6 +78,7 @@ class Follower:
             if event is not None:
                 tracker.event(str(event.pop("event", "")), event)
             self._note(replace(self._cursor, events=end))
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -122,7 +129,11 @@ class Follower:
 
 
 class CursorFile:
-    """A cursor in the run directory. Trouble with it is warned of once: a later start may then send rows twice."""
+    """A cursor in the run directory, and the lock of the process that sends; the kernel frees it when that dies.
+
+    The rank that wrote before may still live, and be sending. Trouble with the file is warned of once: rows may then be
+    sent twice.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -136,15 +147,31 @@ class CursorFile:
         except (OSError, ValueError, TypeError):
             return None
 
+    def lock(self) -> bool:
+        """Whether no other process sends to this tracker, from now until `close`."""
+        try:
+            fcntl.flock(self._open(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # a file system without locks
+            self._warn(error)
+        return True
+
     def write(self, cursor: Cursor) -> None:
         try:
-            if self._descriptor is None:
-                self._descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT)
-            os.pwrite(self._descriptor, json.dumps(asdict(cursor)).encode().ljust(_WIDTH), 0)
+            os.pwrite(self._open(), json.dumps(asdict(cursor)).encode().ljust(_WIDTH), 0)
         except OSError as error:
-            if not self._has_warned:
-                logger.warning("cannot write %s (%s): the run continues without it", self._path, error.strerror)
-            self._has_warned = True
+            self._warn(error)
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            self._descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT)
+        return self._descriptor
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            logger.warning("cannot use %s (%s): the run continues without it", self._path, error.strerror)
+        self._has_warned = True
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None

@@ -34,7 +34,8 @@ class Tracker(Protocol):
     def row(self, row: dict[str, Any]) -> None:
         """A step or a validation, as in `metrics.jsonl`; with `run.log`, its numbers by name in `log`.
 
-        Steps ascend, until the run is resumed from an earlier checkpoint by `--resume`.
+        Steps ascend, until the run goes back to a checkpoint and continues in another way: with other options, or since
+        its ranks had come to differ.
         """
         ...
 
@@ -48,6 +49,16 @@ class Tracker(Protocol):
         It is not called in a process that is killed.
         """
         ...
+
+
+class Adapter:
+    """The base of the trackers with a name: `keys` are the settings of its words. They take no events."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self.keys: Any = dict(keys)
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Events are in `events.jsonl`, and in TensorBoard as text."""
 
 
 @dataclass(frozen=True)

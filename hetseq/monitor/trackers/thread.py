@@ -17,6 +17,7 @@ from hetseq.monitor.trackers.protocol import Tracker
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 60.0  # a look without being woken
+_BUSY_S = 0.1  # before another look whether the rank that sent before has ended
 _PAUSES_S = (1.0, 60.0)  # before a failed call is made again: the first, and the longest
 
 
@@ -25,8 +26,8 @@ class Source(Protocol):
 
     has_begun: bool
 
-    def deliver(self, tracker: Tracker) -> None:
-        """Call the tracker with what is new."""
+    def deliver(self, tracker: Tracker) -> bool:
+        """Call the tracker with all that is new; False if that is another process's until it ends."""
         ...
 
     def close(self) -> None:
@@ -49,7 +50,7 @@ class Passing:
                 self._waiting_bytes += len(line)
                 self._waiting.append((kind, line))
 
-    def deliver(self, tracker: Tracker) -> None:
+    def deliver(self, tracker: Tracker) -> bool:
         if not self.has_begun:
             tracker.begin("", {}, False)
             self.has_begun = True
@@ -61,6 +62,7 @@ class Passing:
                 tracker.event(row.pop("event"), row)
             else:
                 tracker.row(row)
+        return True
 
     def close(self) -> None:
         pass
@@ -73,6 +75,7 @@ class TrackerThread:
         self._tracker, self._name, self._source = tracker, name, source
         self._wakeup = threading.Condition()
         self._is_woken, self._is_closing = True, False
+        self._is_busy = False  # another process still sends
         self._code = EXIT_STOPPED
         self._has_warned = False
         # A daemon, because a call that hangs can be neither stopped nor joined.
@@ -86,7 +89,7 @@ class TrackerThread:
             self._wakeup.notify()
 
     def close(self, code: int) -> None:
-        """Send what is left, and end; `join` waits for it."""
+        """Send the rest, and end; `join` waits for it."""
         with self._wakeup:
             self._is_closing, self._code = True, code
             self._wakeup.notify()
@@ -102,26 +105,23 @@ class TrackerThread:
         while not is_last:
             with self._wakeup:
                 if pause_s:
-                    self._wakeup.wait_for(lambda: self._is_closing, pause_s)
+                    self._wakeup.wait_for(lambda: self._is_closing and not self._is_busy, pause_s)
                 else:
                     self._wakeup.wait_for(lambda: self._is_woken or self._is_closing, _IDLE_S)
                 self._is_woken, is_last = False, self._is_closing
-            pause_s = 0.0 if self._call() else min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1])
+            try:
+                self._is_busy, pause_s = not self._source.deliver(self._tracker), 0.0
+            except Exception as error:  # of any library, or of a user's own class
+                self._warn(error)
+                pause_s = min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1])
+            if self._is_busy:
+                pause_s, is_last = _BUSY_S, False
         if self._source.has_begun:
             try:
                 self._tracker.end(self._code)
             except Exception as error:
                 self._warn(error)
         self._source.close()
-
-    def _call(self) -> bool:
-        """Whether the tracker took what there was."""
-        try:
-            self._source.deliver(self._tracker)
-        except Exception as error:  # of any library, or of a user's own class
-            self._warn(error)
-            return False
-        return True
 
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:

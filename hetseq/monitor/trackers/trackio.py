@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hetseq.monitor.curves import numbers_of
+from hetseq.monitor.trackers.protocol import Adapter
 
 
-class TrackioTracker:
+class TrackioTracker(Adapter):
     """One Trackio run, named after the id of the run unless `name` is given.
 
     Trackio writes twice a second, so a killed process loses rows: `begin` counts those that are there.
     """
 
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        self._keys = dict(keys)
-
     def begin(self, run_id: str, config: dict[str, Any], is_resumed: bool) -> int | None:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        del is_resumed
-        settings: Any = {"name": run_id, **self._keys}
+        settings: Any = {"name": run_id, **self.keys}
         self._run: Any = trackio.init(
             config=config, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False, **settings
         )
@@ -31,9 +27,6 @@ class TrackioTracker:
 
     def row(self, row: dict[str, Any]) -> None:
         self._run.log({"epoch": row.get("epoch"), **numbers_of(row)}, step=row["step"])
-
-    def event(self, kind: str, fields: dict[str, Any]) -> None:
-        pass
 
     def end(self, code: int) -> None:
         self._run.finish()

@@ -5,30 +5,26 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hetseq.monitor.curves import numbers_of
+from hetseq.monitor.trackers.protocol import Adapter
 
 
-class WandbTracker:
+class WandbTracker(Adapter):
     """One W&B run with the id of the run; a row is one call of `log`, with `step` as the axis.
 
     W&B drops rows whose own step goes back, so `step` is a number beside the others. A killed process loses what W&B
     has not yet sent, or written to its file: so `begin` counts.
     """
 
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        self._keys: Any = dict(keys)
-
     def begin(self, run_id: str, config: dict[str, Any], is_resumed: bool) -> int:
         import wandb
 
-        del is_resumed
         settings = wandb.Settings(console="off", reinit="create_new")
         self._run: Any = wandb.init(
-            id=run_id, resume="allow", config=config, settings=settings, allow_val_change=True, **self._keys
+            id=run_id, resume="allow", config=config, settings=settings, allow_val_change=True, **self.keys
         )
         self._run.define_metric("*", step_metric="step")
         if not self._run.offline:
@@ -39,9 +35,6 @@ class WandbTracker:
 
     def row(self, row: dict[str, Any]) -> None:
         self._run.log({"step": row["step"], "epoch": row.get("epoch"), **numbers_of(row)})
-
-    def event(self, kind: str, fields: dict[str, Any]) -> None:
-        pass
 
     def end(self, code: int) -> None:
         self._run.finish(exit_code=code)

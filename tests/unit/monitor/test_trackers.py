@@ -155,8 +155,13 @@ def write(directory: RunDirectory, *rows: dict[str, Any]) -> None:
         file.writelines(json.dumps(one) + "\n" for one in rows)
 
 
-def follower(directory: RunDirectory) -> Follower:
-    return Follower(directory, "x", {}, Courses(directory.status))
+def deliver(directory: RunDirectory, store: Store) -> None:
+    """What a process sends that is then killed: the kernel closes its files, and nothing more happens."""
+    following = Follower(directory, "x", {}, Courses(directory.status))
+    try:
+        assert following.deliver(store)
+    finally:
+        following.close()
 
 
 def test_a_process_killed_between_call_and_cursor_is_made_up_for(directory: RunDirectory) -> None:
@@ -171,9 +176,9 @@ def test_a_process_killed_between_call_and_cursor_is_made_up_for(directory: RunD
         (directory.status / "tracker-x.json").unlink(missing_ok=True)
         write(directory, row(1), row(2), row(3))
         with pytest.raises(InterruptedError):
-            follower(directory).deliver(store)
+            deliver(directory, store)
         write(directory, row(4))
-        follower(directory).deliver(store)
+        deliver(directory, store)
         assert store.steps == expected
 
 
@@ -184,33 +189,51 @@ def test_rows_that_a_killed_tracker_had_in_memory_are_sent_again(directory: RunD
     write(directory, *rows[:6])
     Courses(directory.status).note(directory.metrics.stat().st_size, 3)
     write(directory, *rows[6:])
-    follower(directory).deliver(store)
+    deliver(directory, store)
     whole = store.rows[:]
     assert store.steps == [1, 2, 3, 3, 4, 4, 5, 6]
     del store.rows[held:]
     write(directory, row(7))
-    follower(directory).deliver(store)
+    deliver(directory, store)
     assert store.rows == [*whole, row(7)]
 
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning_and_sends_what_is_new(directory: RunDirectory) -> None:
     store = Store()
     write(directory, row(1), row(2))
-    follower(directory).deliver(store)
+    deliver(directory, store)
     directory.metrics.unlink()
     write(directory, *(row(step, from_another="directory") for step in (1, 2, 3)))
-    follower(directory).deliver(store)
+    deliver(directory, store)
     assert store.steps == [1, 2, 3]
 
 
 def test_a_torn_line_waits_for_its_end(directory: RunDirectory) -> None:
-    store, following = Store(), follower(directory)
+    store = Store()
     directory.metrics.write_text(json.dumps(row(1)) + "\n" + json.dumps(row(2))[:9])
-    following.deliver(store)
+    deliver(directory, store)
     assert store.steps == [1]
     directory.metrics.write_text(json.dumps(row(1)) + "\n" + json.dumps(row(2)) + "\n")
-    following.deliver(store)
+    deliver(directory, store)
     assert store.steps == [1, 2]
+
+
+def test_a_writer_that_still_sends_is_waited_for(make: Make, directory: RunDirectory) -> None:
+    goes_on, count = threading.Event(), Store(counts=True)
+    slow = Store(fails=lambda row: assert_true(goes_on.wait(60)), rows=count.rows)
+    before = make(slow)
+    before.step(row(1))
+    until(lambda: slow.begun, "a call that takes long")
+    before.lead(is_writer=False)  # returns at once
+    after = make(count)
+    after.step(row(2))
+    until(lambda: len(directory.metrics.read_text().splitlines()) == 2, "both rows")
+    assert count.begun == []
+    goes_on.set()
+    until(lambda: slow.codes == [75], "the end of the first writer's part")
+    after.step(row(3))
+    after.close()
+    assert (count.steps, count.begun) == ([1, 2, 3], [(directory.run_id, True)])
 
 
 # Trouble
@@ -288,14 +311,16 @@ def test_the_flag_adds_up_and_a_comma_separates_settings_and_trackers(tmp_path: 
 
 def test_a_package_that_is_missing_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed here; install it with pip install 'hetseq\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"wandb is not installed here; install it with pip install 'hetseq\[wandb\]'"
+    ):
         check_packages(parse(["--tracker", "wandb:project=x"]).log.tracker_specs())
 
 
 def test_a_class_of_the_users_own_is_found_and_one_that_is_no_tracker_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("class Mine:\n    def begin(self, run_id, config, is_resumed): ...\n    def row(self, row): ...\n"
-                    "    def event(self, kind, fields): ...\n    def end(self, code): ...\nclass Other: ...\n")  # fmt: skip
+    file, methods = tmp_path / "mine.py", ("begin(self, run_id, config, is_resumed)", "row(self, row)",
+                                           "event(self, kind, fields)", "end(self, code)")  # fmt: skip
+    file.write_text("class Other: ...\nclass Mine:\n" + "".join(f"    def {method}: ...\n" for method in methods))
     (found,) = trackers_of(parse(["--tracker", f"{file}:Mine"]).log.tracker_specs())
     assert type(found.tracker).__name__ == "Mine"
     for name, told in (("Other", "is no tracker: expected the methods"), ("Absent", "has no Absent")):
