@@ -11,7 +11,7 @@ from hetseq.monitor.trackers.protocol import Adapter
 
 
 class MlflowTracker(Adapter):
-    """One MLflow run, found by its tag `hetseq.run_id`. The tag `hetseq.rows` counts its rows; it is set behind each."""
+    """One MLflow run, found by its tag `hetseq.run_id`. The tag `hetseq.rows` counts rows; it is set behind each."""
 
     def begin(self, run_id: str, config: dict[str, Any], is_resumed: bool) -> int:
         import mlflow.entities
