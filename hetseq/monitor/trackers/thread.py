@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hetseq.errors import EXIT_STOPPED
-from hetseq.monitor.append_file import MOST_WAITING_BYTES
 from hetseq.monitor.trackers.protocol import Tracker
 
 logger = logging.getLogger(__name__)
 
+_MOST_WAITING = 100_000  # rows; of one rank they take 50 MB
 _IDLE_S = 60.0  # a look without being woken
 _BUSY_S = 0.1  # before another look whether the rank that sent before has ended
 _PAUSES_S = (1.0, 60.0)  # before a failed call is made again: the first, and the longest
@@ -40,15 +40,16 @@ class Passing:
 
     def __init__(self) -> None:
         self.has_begun = False
-        self._waiting: deque[tuple[str, bytes]] = deque()
-        self._waiting_bytes = 0
+        self._waiting: deque[tuple[str, bytes]] = deque()  # one thread appends, the tracker's takes
+        self._has_warned = False
 
     def put(self, batch: Sequence[tuple[str, bytes]]) -> None:
         """Take lines, each with its kind; beyond a limit of memory they are dropped."""
-        for kind, line in batch:
-            if self._waiting_bytes + len(line) <= MOST_WAITING_BYTES:
-                self._waiting_bytes += len(line)
-                self._waiting.append((kind, line))
+        if len(self._waiting) + len(batch) <= _MOST_WAITING:
+            self._waiting.extend(batch)
+        elif not self._has_warned:
+            logger.warning("TensorBoard has not been writable for %d rows: it lacks later ones", len(self._waiting))
+            self._has_warned = True
 
     def deliver(self, tracker: Tracker) -> bool:
         if not self.has_begun:
@@ -56,7 +57,6 @@ class Passing:
             self.has_begun = True
         while self._waiting:
             kind, line = self._waiting.popleft()
-            self._waiting_bytes -= len(line)
             row: dict[str, Any] = json.loads(line)
             if kind == "event":
                 tracker.event(row.pop("event"), row)
@@ -111,7 +111,7 @@ class TrackerThread:
                 self._is_woken, is_last = False, self._is_closing
             try:
                 self._is_busy, pause_s = not self._source.deliver(self._tracker), 0.0
-            except Exception as error:  # of any library, or of a user's own class
+            except (Exception, SystemExit) as error:  # of any library, or of a user's own class
                 self._warn(error)
                 pause_s = min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1])
             if self._is_busy:
@@ -119,11 +119,11 @@ class TrackerThread:
         if self._source.has_begun:
             try:
                 self._tracker.end(self._code)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._warn(error)
         self._source.close()
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: BaseException) -> None:
         if not self._has_warned:
             logger.warning(
                 "tracker %s failed with %s: %s; the run continues without it, and what it lacks is sent later, at the"
