@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hetseq.loop.run import Run
     from hetseq.loop.step import Step
     from hetseq.monitor.report.recorded import RecordedRun, load_run
+    from hetseq.monitor.trackers.protocol import Tracker
     from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
     from hetseq.task import Task, TrainedStep
@@ -53,6 +54,7 @@ _HOMES = {
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
+    "Tracker": "monitor.trackers.protocol",
     "TrainedStep": "task",
     "Run": "loop.run",
     "Step": "loop.step",
@@ -84,6 +86,7 @@ __all__ = [
     "Step",
     "Task",
     "TaskError",
+    "Tracker",
     "TrainedStep",
     "__version__",
     "empty_gradient",

@@ -119,6 +119,22 @@ def find_task(name: str, *, user_dir: str | None = None) -> type[Any]:
     return task
 
 
+def find_tracker(name: str) -> Any:
+    """The class of `--tracker package.module:Class` or `file.py:Class`; imports it. Raises HetSeqError."""
+    place, attribute = _split_address(name) or (name, "")
+    if place.endswith(".py"):
+        if not os.path.isfile(place):
+            raise ConfigError(f"--tracker {name}: there is no file {place}, seen from {Path.cwd()}")
+        module = _load_file(Path(place))
+    else:
+        _append_to_path(Path.cwd())
+        try:
+            module = importlib.import_module(place)
+        except Exception as error:  # a user's module may raise anything; reported with its place
+            raise _import_failure(place, error) from error
+    return _get(module, attribute, place)
+
+
 def find_optimizer(name: str) -> Callable[..., Any]:
     """The builder of `--optimizer name`: `builder(parameter_groups, config, options)`.
 

@@ -86,6 +86,8 @@ class Task:
     Options: ClassVar[type | None] = None
     #: set by `after_step` on any rank: all ranks end the run after this step
     wants_to_stop: bool = False
+    #: numbers of the step in progress for its row in `metrics.jsonl`, under `log`: `run.log` of an own loop sets them
+    numbers_of_run_log: ClassVar[Mapping[str, float]] = {}
     #: the factor on the learning rate of the coming steps; `after_step` may change it, and checkpoints hold it
     learning_rate_factor: float = 1.0
 

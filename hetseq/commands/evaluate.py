@@ -86,7 +86,7 @@ COMMANDS = {
 
 #: options about the run's own cluster and start, which do not apply to this command
 _OF_THE_RUN = frozenset(field.name for field in dataclasses.fields(DistributedConfig)) - {"cpu"} | {
-    "restore_file", "disable_validation", "local_copy", "compile",
+    "restore_file", "disable_validation", "local_copy", "compile", "tracker",
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class Option:
     metavar: str
     choices: tuple[str, ...]
     is_basic: bool
+    is_many: bool = False
 
     def expected(self) -> str:
         if self.choices:
@@ -152,6 +153,7 @@ def _options_of_section(section: type) -> tuple[Option, ...]:
                 metavar=field.metadata.get("metavar", ""),
                 choices=field.metadata.get("choices", ()),
                 is_basic=field.metadata.get("basic", False),
+                is_many=field.metadata.get("many", False),
             )
         )
     return tuple(options)

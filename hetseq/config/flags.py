@@ -45,6 +45,8 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
         refused += _contradictions(uses, typed)
         spelling, text = uses[-1]
         item, spelling = catalogue[name], typed.get(spelling, spelling)
+        if item.is_many and None not in (texts := [text for _, text in uses]):
+            text = ",".join(map(str, texts))
         if text is None and item.kind is bool and not item.is_list:
             text = "true"
         try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetseq.config.byte_size import parse_size
+from hetseq.config.tracker_specs import TrackerSpec, read_specs
 from hetseq.errors import ConfigError
 
 
@@ -48,6 +49,12 @@ def option(
 def node_option(default: Any, help: str, **kind: Any) -> Any:
     """An option that is `per_node`; otherwise as `option`."""
     return option(default, help, per_node=True, **kind)
+
+
+def many_option(help: str, *, metavar: str) -> Any:
+    """An option that is a list, and whose flag may be repeated: the values add up."""
+    metadata = option((), help, metavar=metavar).metadata
+    return dataclasses.field(default=(), metadata={**metadata, "many": True})
 
 
 WITHOUT_END = 1_000_000  # decay steps of a run without an end; before 2026-11 of every run
@@ -686,10 +693,20 @@ class LogConfig:
         None, "a line every N steps; default: a live line on a terminal, else one line every 10 s", metavar="N"
     )
     no_progress_bar: bool = node_option(False, "no live line on a terminal")
+    tracker: tuple[str, ...] = many_option(
+        "also send rows and events there: wandb:project=P, mlflow:experiment=E, trackio:project=P (guides/trackers.md"
+        " has their keys), or my_tracker.py:Class; may be repeated",
+        metavar="NAME[:KEY=VALUE,...]",
+    )
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_positive(self, "log_interval")
+        self.tracker_specs()
+
+    def tracker_specs(self) -> tuple[TrackerSpec, ...]:
+        """The value of `--tracker`."""
+        return read_specs(self.tracker)
 
 
 _FINE_TUNING = "only the entity and NER tasks of 2020 read it, which did not start"

@@ -12,12 +12,14 @@ from contextlib import suppress
 from hetseq import registry
 from hetseq.cluster.membership.assignment import Errand, ScriptJob
 from hetseq.config.sections import Config
+from hetseq.config.tracker_specs import check_packages
 from hetseq.run_directory import check_unused
 
 
 def check_command(config: Config, errand: Errand | None = None) -> None:
     """Refuse a command with which no worker of this node could start. Raises HetSeqError."""
     task, user_dir = config.task.task, config.task.user_dir
+    check_packages(config.log.tracker_specs())
     if config.distributed.meeting_url is None:  # otherwise it may be the directory of another node that is used
         check_unused(config.checkpoint.save_dir, begins_anew=config.checkpoint.which_checkpoint != "latest")
     registry.check_user_dir(user_dir)

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -40,6 +40,7 @@ from hetseq.launch.stop_request import StopRequest
 from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
+from hetseq.monitor.trackers.protocol import Tracker, trackers_of
 from hetseq.monitor.versions import gather_versions
 from hetseq.run import inference as sweep
 from hetseq.run.build import RankJob, build_session
@@ -91,6 +92,8 @@ class RankLife:
         self.on_regroup: Callable[[Group], None] | None = None
         #: for the same: ends this process, with an error as its reason, where no exception can be raised
         self.give_up: Callable[[BaseException], NoReturn] = _raise
+        #: trackers of a script, beside those of --tracker
+        self.trackers: Sequence[Tracker] = ()
         self._gone_back_to = 0
         self.output = RankOutput(directory, placement.slot)
         if isinstance(line, LauncherLink):  # else a user runs this rank, perhaps in a debugger
@@ -132,6 +135,9 @@ class RankLife:
     def present(self, config: Config, material: LoadedTask) -> None:
         """Tell the peers what this rank would train, by the options of `config`."""
         self._config, self._material = config, material
+        if self._errand is None:
+            options = {name: value for name, value in config.flat().items() if value not in (None, ())}
+            self._metrics.track(trackers_of(config.log.tracker_specs(), self.trackers), options)
         faults.point("loading")
         whereabouts.enter(Phase.MEETING)
         self._line.present(rank_fields(config, material))
@@ -162,6 +168,7 @@ class RankLife:
         while True:
             lost = yield from self._live(generation)
             if not isinstance(lost, str):
+                self._metrics.code = lost["code"]
                 return lost
             generation = self.generation = self._succeed(generation, lost)
 
@@ -239,6 +246,7 @@ class RankLife:
                 return report
             except ReplicasDiffer as error:
                 self._gone_back_to = _newest_to_go_back_to(session, error, self._gone_back_to)
+                self._metrics.goes_back(self._gone_back_to)
                 differing = error
             except PeerLostError:
                 raise
@@ -256,6 +264,7 @@ class RankLife:
         """Log the closing summary, below the last display of the steps."""
         controller = session.controller
         if controller.group.rank == 0:
+            self._metrics.code = EXIT_DONE
             self._metrics.close()
             commits = scan(self._directory.checkpoints).commits
             best_step = next((commit.identity.step for commit in commits if "best" in commit.kinds), None)

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -25,6 +25,7 @@ import torch
 from hetseq import config as options
 from hetseq.cluster.membership.assignment import Assignment, ScriptJob
 from hetseq.config.sections import Config, OptimizationConfig, TaskConfig
+from hetseq.config.tracker_specs import check_packages
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, ConfigError, TaskError
 from hetseq.launch.launcher_link import LauncherLink
 from hetseq.launch.rank_life import LeftBehindError, RankLife
@@ -32,6 +33,7 @@ from hetseq.launch.script_alone import Process, close_alone, is_interactive, ope
 from hetseq.launch.stop_request import StopRequest
 from hetseq.launch.worker import begin_process, end_process, report_of_failure
 from hetseq.loop.run import Run
+from hetseq.monitor.trackers.protocol import Tracker
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import is_exhausted
 from hetseq.system.rank_phase import Cell
@@ -45,14 +47,18 @@ Report = dict[str, Any]
 _process: Process | None = None
 
 
-def start(*, save_dir: str | None = None, seed: int | None = None, precision: str | None = None) -> Run:
+def start(
+    *, save_dir: str | None = None, seed: int | None = None, precision: str | None = None,
+    trackers: Sequence[str | Tracker] = (),
+) -> Run:  # fmt: skip
     """Take part in the run that `hetseq run` has started this script for, or be a run of one rank.
 
     `save_dir` is the run directory (`python script.py` without one writes nothing), `seed` that of the sample order and
     of random numbers, `precision` as `--precision`: fp64, fp32, tf32, bf16 or fp16. What the command line of `hetseq
-    run` says comes first. Seeds torch, NumPy and Python. Every rank calls it, once, before it builds its model. In a
-    notebook a second call ends the run before it; in a program `run.close()` does, if there is no launcher.
-    Raises TaskError for another second call, and ConfigError.
+    run` says comes first. `trackers`, as in `["wandb:project=digits", MyTracker()]`, come beside those of `--tracker`.
+    Seeds torch, NumPy and Python. Every rank calls it, once, before it builds its model. In a notebook a second call
+    ends the run before it; in a program `run.close()` does, if there is no launcher. Raises TaskError for another
+    second call, and ConfigError.
     """
     global _process
     _end_run_before()
@@ -69,6 +75,12 @@ def start(*, save_dir: str | None = None, seed: int | None = None, precision: st
         config = replace(config, task=replace(config.task, seed=seed))
     if precision is not None and config.optimization.precision == OptimizationConfig.precision:
         config = replace(config, optimization=replace(config.optimization, precision=precision))
+    if _process.tell_check is not None:
+        trackers = ()  # a check is no run
+    words = [word for one in trackers if isinstance(one, str) for word in one.split(",")]
+    config = replace(config, log=replace(config.log, tracker=(*config.log.tracker, *words)))
+    check_packages(config.log.tracker_specs())
+    _process.life.trackers = [tracker for tracker in trackers if not isinstance(tracker, str)]
     _process.run = Run(
         config, _process.life, device=_process.device, name=_process.name, is_alone=_process.is_alone,
         tell_check=_process.tell_check,

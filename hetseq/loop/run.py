@@ -187,6 +187,7 @@ class Run:
         while question is not None:
             assert isinstance(question, Compute), "a step that was settled before its micro-batches were given"
             self._is_before_session = False
+            self._script.begin_log()
             step = self._step = Step(self, question, self._terms, phases=phases, samples=len(data))
             try:
                 yield step
@@ -246,6 +247,17 @@ class Run:
         result: T = self._between_steps(Call.ONLY_FIRST, first)
         return result
 
+    def log(self, **numbers: Any) -> None:
+        """Put numbers into the step's row in `metrics.jsonl`, under `log`, and so into TensorBoard and all trackers.
+
+        Numbers, and tensors without dimensions; of a name that is given twice the last value counts. Behind the inner
+        loop; every rank may call it, and the rank that writes takes its own numbers, once for each step. Raises
+        TaskError.
+        """
+        if not isinstance(self._question, (Settled, Between)):
+            raise TaskError("run.log belongs behind the inner loop: its numbers go into the row of the step before it")
+        self._script.log({name: _number(name, value) for name, value in numbers.items()})
+
     def close(self) -> None:
         """End the run, after a loop that was left by `break`; a step that is not complete is lost.
 
@@ -289,6 +301,7 @@ class Run:
         return self._owned.only(optimizers)
 
     def go_on(self) -> Compute:
+        self._script.begin_log()
         question = self._ask(None)
         if question is None:
             self._exit()
@@ -489,6 +502,16 @@ class Run:
             for part, was_training in training:
                 part.training = was_training
         return rows
+
+
+def _number(name: str, value: Any) -> float:
+    if getattr(value, "shape", None) == ():  # of torch or NumPy
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise TaskError(
+            f"run.log({name}=...) got {type(value).__name__}: expected a number, or a tensor without dimensions"
+        )
+    return value
 
 
 def _is_break(frame: FrameType | None) -> bool:

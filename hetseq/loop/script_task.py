@@ -63,6 +63,8 @@ class ScriptTask(Task):
         self._weights = weights
         self.has_left = False  # the script has left its loop
         self.collate_seed: int | None = None  # with it, what the collater draws begins anew
+        self._numbers: dict[str, float] = {}
+        self.begin_log()
 
     def collater(self, samples: Any) -> Any:
         if self.collate_seed is not None:
@@ -77,6 +79,14 @@ class ScriptTask(Task):
             )
         weights = {name: self._weights.get(name, 1.0) if name in terms.losses else 0.0 for name in terms.names}
         self.__dict__["term_weights"] = weights  # of this script, not of its class
+
+    def begin_log(self) -> None:
+        """What is logged from now on belongs to another step."""
+        self._numbers = self.__dict__["numbers_of_run_log"] = {}  # of this script, not of its class
+
+    def log(self, numbers: Mapping[str, float]) -> None:
+        """Put numbers beside those that were logged for this step."""
+        self._numbers.update(numbers)
 
     @property
     def counts_ahead(self) -> bool:

@@ -65,6 +65,12 @@ class AppendFile:
                 self._forget_first()
                 self._lost += 1
 
+    def end(self) -> int:
+        """The size of the file in bytes once what is pending has been written."""
+        with contextlib.suppress(OSError):
+            return self.path.stat().st_size + self._pending_bytes
+        return self._pending_bytes
+
     def close(self) -> None:
         """Try once more to write what is pending, and close."""
         self.append(())

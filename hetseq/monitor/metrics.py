@@ -32,6 +32,7 @@ A validation row has `step, epoch`, keys that begin with `valid_` (`valid_loss`,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -46,11 +47,16 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from hetseq.config.sections import LogConfig
+from hetseq.errors import EXIT_FAILED, EXIT_STOPPED
 from hetseq.monitor.advice import Advice
 from hetseq.monitor.append_file import MOST_WAITING_BYTES, TAIL_BYTES, AppendFile
 from hetseq.monitor.progress import LiveProgress, PlainProgress, ProgressHandler, progress_for
 from hetseq.monitor.rank_table import Row
-from hetseq.monitor.tensorboard import Board, Hyperparameters, Opening, add_to_board
+from hetseq.monitor.tensorboard import Hyperparameters, TensorBoard
+from hetseq.monitor.trackers.courses import Courses
+from hetseq.monitor.trackers.follow import Follower
+from hetseq.monitor.trackers.protocol import Tracked
+from hetseq.monitor.trackers.thread import Passing, TrackerThread
 from hetseq.run_directory import RunDirectory, json_line, utc_now
 
 logger = logging.getLogger(__name__)
@@ -58,7 +64,6 @@ logger = logging.getLogger(__name__)
 _MOST_RANKS_IN_FILE = 64  # with more, only every tenth step has the numbers of each rank
 _THINNING = 10
 _REMEMBERED = 20
-_LOOK_S = 0.2
 _CLOSE_DEADLINE_S = 10.0
 
 
@@ -100,6 +105,11 @@ class Metrics:
         self._recorder: _Recorder | None = None
         self._progress: PlainProgress | LiveProgress | None = None
         self._recording, self._display, self._total_steps = recording, display, display.total_steps
+        self._trackers: tuple[Tracked, ...] = ()
+        self._config: dict[str, Any] = {}
+        self._ending: list[TrackerThread] = []
+        #: the exit code of this rank as far as it is known, for the trackers
+        self.code = EXIT_FAILED
         #: for the worker's root logger: records appear above the live line, or on standard error
         self.log_handler = ProgressHandler(None)
         self.lead(is_writer=is_writer, has_display=has_display)
@@ -118,9 +128,26 @@ class Metrics:
         if is_writer and self._recorder is None and directory is not None:
             self._recorder = _Recorder(directory, self._recording)
         elif not is_writer and self._recorder is not None:
-            self._recorder.close(deadline_s=_CLOSE_DEADLINE_S)
+            self._recorder.close(deadline_s=_CLOSE_DEADLINE_S, code=EXIT_STOPPED)
+            self._ending += self._recorder.ending  # the next generation does not wait for trackers
             self._recorder = None
+        self._has_display = has_display
+        self._follow()
         self._sinks: list[_Sink] = [sink for sink in (self._recorder, self._progress) if sink is not None]
+
+    def track(self, trackers: Sequence[Tracked], config: Mapping[str, Any]) -> None:
+        """Also send rows and events to `trackers`, from the rank that writes and shows; `config` is told to them."""
+        self._trackers, self._config = tuple(trackers), {**config}
+        self._follow()
+
+    def _follow(self) -> None:
+        if self._recorder is not None:  # one of several writers
+            self._recorder.follow(self._trackers if self._has_display else (), self._config)
+
+    def goes_back(self, step: int) -> None:
+        """The rows from now on follow `step`, and differ from earlier rows of the steps after it."""
+        if self._recorder is not None:
+            self._recorder.goes_back(step)
 
     def set_total(self, steps: int | None) -> None:
         """Set the number of steps of the run, once it is known; for the display."""
@@ -187,13 +214,21 @@ class Metrics:
                 self.event("advice", step=step, about=one.key, text=one.text)
 
     def close(self, *, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
-        """Write the queued rows, for `deadline_s` seconds at most, and end the display; may be called twice."""
+        """Write the queued rows, for `deadline_s` seconds at most, and end the display; may be called twice.
+
+        Trackers get as long again.
+        """
         try:
             if self._progress is not None:
                 self._progress.close()
         finally:
             if self._recorder is not None:
-                self._recorder.close(deadline_s=deadline_s)
+                self._recorder.close(deadline_s=deadline_s, code=self.code)
+                self._ending += self._recorder.ending
+            until_s = time.monotonic() + deadline_s
+            for tracker in self._ending:
+                tracker.join(until_s)
+            self._ending.clear()
 
     def __enter__(self) -> Metrics:
         return self
@@ -275,20 +310,36 @@ class _Sink(Protocol):
 
 
 class _Recorder:
-    """The queue and the thread that writes the files."""
+    """The queue and the thread that writes the files, and the threads of the trackers."""
 
     def __init__(self, directory: RunDirectory, recording: Recording) -> None:
         self._directory = directory
-        self._hparams, self._has_tensorboard = recording.hparams, recording.has_tensorboard
+        self._courses = Courses(directory.status)
+        self._passing = Passing()
+        self._trackers: dict[str, TrackerThread] = {}
+        #: threads of trackers that have been told to end
+        self.ending: list[TrackerThread] = []
+        if recording.has_tensorboard:
+            board = TensorBoard(directory.tensorboard, recording.hparams)
+            self._trackers["tensorboard"] = TrackerThread(board, "tensorboard", self._passing)
         self._wakeup = threading.Condition()
         # the four below are touched only while holding `_wakeup`
-        self._waiting: deque[tuple[str, bytes]] = deque()  # (kind, line); kind: "step", "validation" or "event"
+        self._waiting: deque[tuple[str, bytes]] = deque()  # (kind, line); kind: step, validation, event or course
         self._waiting_bytes = 0
         self._is_closing = False
         self._lost = 0
         # A daemon, because a thread inside a hanging write can be neither stopped nor joined.
         self._thread = threading.Thread(target=self._run, name="hetseq-metrics", daemon=True)
         self._thread.start()
+
+    def follow(self, trackers: Sequence[Tracked], config: dict[str, Any]) -> None:
+        """Send rows to these trackers, and to no others."""
+        labels = {"tensorboard", *(tracked.label for tracked in trackers)}
+        self._end([label for label in self._trackers if label not in labels], EXIT_STOPPED)
+        for tracked in trackers:
+            if tracked.label not in self._trackers:
+                source = Follower(self._directory, tracked.label, config, self._courses)
+                self._trackers[tracked.label] = TrackerThread(tracked.tracker, tracked.name, source)
 
     def step(self, row: Row) -> None:
         self._put("step", _thinned(row))
@@ -299,7 +350,10 @@ class _Recorder:
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         self._put("event", {"time_utc": utc_now(), "event": name, **fields})
 
-    def close(self, *, deadline_s: float) -> None:
+    def goes_back(self, step: int) -> None:
+        self._put("course", {"step": step})
+
+    def close(self, *, deadline_s: float, code: int) -> None:
         with self._wakeup:
             if self._is_closing:
                 return
@@ -312,6 +366,13 @@ class _Recorder:
                 self._directory.metrics,
                 deadline_s,
             )
+        self._end([*self._trackers], code)
+
+    def _end(self, labels: Sequence[str], code: int) -> None:
+        for label in labels:
+            tracker = self._trackers.pop(label)
+            tracker.close(code)
+            self.ending.append(tracker)
 
     def _put(self, kind: str, row: Row) -> None:
         line = json_line(row)  # not in the thread, because the caller may change its row afterwards
@@ -331,30 +392,25 @@ class _Recorder:
             )
 
     def _run(self) -> None:
-        metrics = AppendFile(self._directory.metrics)
-        events = AppendFile(self._directory.events)
-        opening = Opening(self._directory.tensorboard, self._hparams) if self._has_tensorboard else None
-        board: Board | None = None
-        unshown: list[tuple[str, bytes]] = []  # until the board is open
+        metrics, events = AppendFile(self._directory.metrics), AppendFile(self._directory.events)
         is_last = False
         while not is_last:
             with self._wakeup:
-                # while TensorBoard is opened, look whether it is, or rows would not be shown before the next one
-                self._wakeup.wait_for(lambda: self._waiting or self._is_closing, None if opening is None else _LOOK_S)
+                self._wakeup.wait_for(lambda: self._waiting or self._is_closing)
                 batch, is_last = list(self._waiting), self._is_closing
                 self._waiting.clear()
                 self._waiting_bytes = 0
-            metrics.append(line for kind, line in batch if kind != "event")
-            events.append(line for kind, line in batch if kind == "event")
-            unshown += batch
-            if opening is not None and (is_last or opening.is_over):
-                board, opening = opening.board(), None
-            if board is not None and not add_to_board(board, unshown):
-                board.file.close()
-                board = None
-            if opening is None:
-                unshown.clear()
-        for file in (metrics, events, *([board.file] if board is not None else [])):
+            for kind, group in itertools.groupby(batch, lambda entry: entry[0] == "course"):
+                lines = [*group]
+                if kind:
+                    self._courses.note(metrics.end(), json.loads(lines[-1][1])["step"])
+                else:
+                    metrics.append(line for kind, line in lines if kind != "event")
+                    events.append(line for kind, line in lines if kind == "event")
+                    self._passing.put(lines)
+            for tracker in list(self._trackers.values()):
+                tracker.wake()
+        for file in (metrics, events):
             file.close()
 
 

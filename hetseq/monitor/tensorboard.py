@@ -1,6 +1,6 @@
 """The TensorBoard log of a run: the rows of `metrics.jsonl` as TensorBoard curves.
 
-Writes TensorBoard's files, and does without if TensorBoard is missing; it belongs to the thread that writes the rows.
+Writes TensorBoard's files, and does without if TensorBoard is missing; it belongs to one thread.
 Events of the run are logged as text, and its options as hyperparameters, by which TensorBoard compares runs.
 
 The split `valid` has the tags `valid/loss` and the like. A run whose files have `valid/valid/loss`, as they were once
@@ -12,13 +12,11 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import re
 import socket
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,13 +24,11 @@ from typing import Any
 
 from hetseq.config.sections import Config
 from hetseq.monitor.append_file import AppendFile
-from hetseq.monitor.progress import samples_per_second, validation_numbers
-from hetseq.monitor.rank_table import Row, rank_speeds
+from hetseq.monitor.curves import numbers_of, validation_tag
+from hetseq.monitor.rank_table import Row
 
 logger = logging.getLogger(__name__)
 
-_MOST_RANKS = 8  # with more, only every tenth step has the numbers of each rank
-_THINNING = 10
 _UNTOLD = frozenset({"save", "versions"})  # the checkpoint history and the report list them
 
 
@@ -57,11 +53,6 @@ class Hyperparameters:
         return ("train/loss", *valid)
 
 
-def validation_tag(subset: str, name: str, *, is_doubled: bool = False) -> str:
-    """`valid/loss`, of another split `valid/SPLIT/loss`; `is_doubled`: as in files that have `valid/valid/loss`."""
-    return f"valid/{name}" if subset == "valid" and not is_doubled else f"valid/{subset}/{name}"
-
-
 def hyperparameters(config: Config) -> Hyperparameters:
     """The options that define the training, without the options for where it runs and where it is saved."""
     sections = (config.task, config.data, config.validation, config.optimization, *config.extras.values())
@@ -77,24 +68,32 @@ def _plain(value: Any) -> bool | float | str | None:
     return value if value is None or isinstance(value, (bool, int, float, str)) else json.dumps(value, default=str)
 
 
-class Opening:
-    """A thread that opens the TensorBoard log: its import takes seconds, and no row waits for it."""
+class TensorBoard:
+    """TensorBoard's files as a tracker (`trackers.protocol.Tracker`); it warns by itself and never raises."""
 
     def __init__(self, folder: Path, hparams: Hyperparameters | None = None) -> None:
-        self._found: list[Board | None] = []
-        self._thread = threading.Thread(
-            target=lambda: self._found.append(open_board(folder, hparams)), name="hetseq-tensorboard", daemon=True
-        )
-        self._thread.start()
+        self._folder, self._hparams = folder, hparams
+        self._board: Board | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
+    def begin(self, run_id: str, config: Mapping[str, Any], is_resumed: bool) -> None:
+        del run_id, config, is_resumed  # its files are in the run directory
+        self._board = open_board(self._folder, self._hparams)
 
-    def board(self) -> Board | None:
-        """Wait for the log and return it; None if it could not be opened."""
-        self._thread.join()
-        return self._found[0] if self._found else None
+    def row(self, row: Row) -> None:
+        self._add("step" if "loss" in row else "validation", row)
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self._add("event", {"event": kind, **fields})
+
+    def end(self, code: int) -> None:
+        del code
+        if self._board is not None:
+            self._board.file.close()
+
+    def _add(self, kind: str, row: Row) -> None:
+        if self._board is not None and not add_to_board(self._board, kind, row):
+            self._board.file.close()
+            self._board = None
 
 
 def open_board(folder: Path, hparams: Hyperparameters | None = None) -> Board | None:
@@ -108,10 +107,10 @@ def open_board(folder: Path, hparams: Hyperparameters | None = None) -> Board | 
     return None
 
 
-def add_to_board(board: Board, batch: list[tuple[str, bytes]]) -> bool:
-    """Whether the rows of `batch` were taken; a row that TensorBoard cannot show ends its log, not the run."""
+def add_to_board(board: Board, kind: str, row: Row) -> bool:
+    """Whether the row was taken; a row that TensorBoard cannot show ends its log, not the run."""
     try:
-        board.add([(kind, json.loads(line)) for kind, line in batch])
+        board.add([(kind, dict(row))])
     except Exception as error:  # as above
         logger.warning("the TensorBoard log ends here: %s: %s", type(error).__name__, error)
         return False
@@ -160,11 +159,9 @@ class Board:
             if kind == "event":
                 values = [self._text(f"events/{row['event']}", _words(row))]
             else:
-                numbers = _step_numbers(row) if kind == "step" else self._validation_numbers(row)
                 values = [
                     self._summaries.Summary.Value(tag=tag, simple_value=number)
-                    for tag, number in numbers
-                    if isinstance(number, (int, float))
+                    for tag, number in numbers_of(row, is_doubled=self._is_doubled).items()
                 ]
             events.append(self._summary_event(self._last_step, values))
         self.file.append(self._record(event) for event in events)
@@ -214,11 +211,6 @@ class Board:
             )
         ]
 
-    def _validation_numbers(self, row: Row) -> Iterator[tuple[str, Any]]:
-        subset = row.get("subset", "valid")
-        for name, number in validation_numbers(row):
-            yield validation_tag(subset, name, is_doubled=self._is_doubled), number
-
     def _value(self, tag: str, tensor: Any, plugin: str, content: bytes) -> Any:
         """A tensor for a plugin of TensorBoard."""
         data = self._summaries.SummaryMetadata.PluginData(plugin_name=plugin, content=content)
@@ -245,35 +237,6 @@ def _is_in(path: Path) -> bool:
                 return True
             before = searched[-_DOUBLED_BYTES:]
     return False
-
-
-def _step_numbers(row: Row) -> Iterator[tuple[str, Any]]:
-    """Tags and numbers of a step, without the terms that no sample had (count 0)."""
-    for key in ("loss", "lr", "grad_norm", "loss_scale", "noise_scale"):
-        yield f"train/{key}", row.get(key)
-    yield "train/samples_per_s", samples_per_second(row)
-    terms, counts = row.get("terms") or {}, row.get("counts") or {}
-    for term, number in terms.items():
-        if term != "loss" and counts.get(term) != 0:  # a term named loss is shown above
-            yield f"train/{term}", number
-    for key in ("efficiency", "communication_s"):
-        yield f"train/{key}", row.get(key)
-    if "ranks" in row and (len(row["shares"]) <= _MOST_RANKS or row["step"] % _THINNING == 0):
-        yield from _rank_numbers(row)  # 0.03 ms of this thread for each rank
-
-
-def _rank_numbers(row: Row) -> Iterator[tuple[str, Any]]:
-    """Tags and numbers of each rank; None if a number is unknown."""
-    ranks = row["ranks"]
-    size = len(row["shares"])
-    unknown = [None] * size
-    speeds = [speed if math.isfinite(speed) else None for speed in rank_speeds(row).tolist()]
-    memory_gib = [used and used / 2**30 for used in ranks.get("memory_bytes") or unknown]
-    by_name = {"share": row["shares"], "samples_per_s": speeds, "memory_gib": memory_gib}
-    by_name |= {name: ranks.get(name) or unknown for name in ("compute_s", "wait_s", "data_s")}
-    for rank in range(size):
-        for name, numbers in by_name.items():
-            yield f"ranks/{rank}/{name}", numbers[rank]
 
 
 def _words(row: Mapping[str, Any]) -> str:

@@ -174,7 +174,7 @@ class AfterStep:
 
         Parts that were done are repeated: a row is written twice, and a checkpoint gets another name.
         """
-        self._metrics.step(due.row)
+        self._metrics.step(_final(due.row))
         group = controller.group
         due = replace(due, nonce=(due.nonce + group.generation) % _NONCES)
         equal = (1,) * group.world_size
@@ -259,7 +259,7 @@ class AfterStep:
     def _report(self, result: StepResult, row: Mapping[str, Any]) -> None:
         plan = result.plan
         self._metrics.saving(self._saver.progress())
-        self._metrics.step(row)
+        self._metrics.step(_final(row))
         if result.shift is not None:
             self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))
         now_s, run = time.monotonic(), self._status.run
@@ -297,6 +297,7 @@ class AfterStep:
             "generation": controller.group.generation,
             "world_size": controller.group.world_size,
             "shares": list(plan.shares),
+            "log": controller.task.numbers_of_run_log,  # which a loop still fills while the step's work is interrupted
         }
         if not is_applied:
             row["skipped"] = True
@@ -369,6 +370,12 @@ class AfterStep:
                 self._metrics.event("save", path=str(result.path), **fields)
             else:
                 self._metrics.event("save_failed", error=result.error, **fields)  # its writer has logged it by now
+
+
+def _final(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with what was logged by now; without `log` if nothing was."""
+    logged = dict(row.get("log", {}))
+    return {**{key: value for key, value in row.items() if key != "log"}, **({"log": logged} if logged else {})}
 
 
 def _shift_fields(shift: Shift) -> dict[str, Any]:

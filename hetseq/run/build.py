@@ -46,7 +46,7 @@ from hetseq.run.checkpointing import Provenance, Saver, saved_batch
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
-from hetseq.run.recipe import recipe_of
+from hetseq.run.recipe import changes, recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, nothing_to_do, open_checkpoints, resume
 from hetseq.run.session import Session
@@ -334,6 +334,8 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
     if beginning is not None and not beginning.is_own and controller.has_ended():
         raise nothing_to_do(job.config.checkpoint, start.state)
     if beginning is not None:
+        if changes(beginning.loaded.state.get("recipe", {}), start.provenance.recipe):
+            job.metrics.goes_back(start.state.position.step - 1)
         begin_from(beginning, job.directory, start.saver, job.directory_group, metrics=job.metrics)
     if inherited is not None:
         start.saver.last_step, start.saver.best = inherited.last_saved, inherited.best

@@ -88,7 +88,7 @@ class Session:
         if controller.unsettled is not None:
             due = self.boundary.due(controller, controller.unsettled)
             if controller.unsettled is not unsettled:
-                self._metrics.step(due.row)
+                self._metrics.step({key: value for key, value in due.row.items() if key != "log"})
                 self.caught_up = controller.unsettled
         carried = KeptState(
             controller.replica.optimizer, controller.state, self._provenance, self.saver, controller.pace.meter, due,

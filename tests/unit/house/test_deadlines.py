@@ -18,9 +18,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 #: module; function, call: why it ends, although nothing there says when
 HARMLESS = """
-hetseq/monitor/tensorboard.py
-    Opening.board: _thread.join: an import, awaited by the thread that writes rows alone, which `_Recorder.close`
-        leaves behind at its deadline
 hetseq/loop/whole.py
     Whole._gathered: wait.wait: the collective got the deadline of its group
 hetseq/parallel/buffers.py
@@ -170,6 +167,8 @@ hetseq/launch/launcher_link.py
     _changed: held for a few lines that wait for nothing
     _sending: held while a word is sent, whose end `HARMLESS` tells
 hetseq/monitor/metrics.py
+    _wakeup: held for a few lines that wait for nothing
+hetseq/monitor/trackers/thread.py
     _wakeup: held for a few lines that wait for nothing
 hetseq/nebula/courier.py
     _changed: held for a few lines that wait for nothing

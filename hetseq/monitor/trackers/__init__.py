@@ -1,0 +1,1 @@
+"""Trackers: where the rows and events of a run are sent besides its directory."""
