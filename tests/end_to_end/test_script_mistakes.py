@@ -45,7 +45,7 @@ GOOD = {
 }
 TERMS = "global_batch_size=24, max_epoch=1, count=lambda batch: {'a': 1, 'b': 1}, weights={'a': 2, 'c': 1, 'd': 3}"
 CASES: dict[str, tuple[dict[str, str], str]] = {
-    "two starts": ({"before": "hetseq.start()"}, r"hetseq.start was called twice: a process has one run"),
+    "two starts": ({"before": "hetseq.start()"}, r"hetseq.start was called twice: a run of hetseq run is one for all its"),
     "a process group": ({"before": 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'},
                         r"torch.distributed is in use by the script: a HetSeq loop has no process group of its own"),
     "a model that sends": ({"before": 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)\n'
