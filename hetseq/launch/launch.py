@@ -132,6 +132,17 @@ def _see(config: DistributedConfig) -> Seen | None:
     return see(look, config.env, tell=_say)
 
 
+def check_alone(script: str) -> None:
+    """Raise ConfigError if a program has started this process as one of several, each of which would be a run."""
+    seen = _see(DistributedConfig())
+    if seen is not None and seen.processes > 1 and not seen.is_script:
+        raise ConfigError(
+            f"{seen.system} has started {seen.processes} processes of this script ({seen.why}), and each would train"
+            f" alone: start hetseq run in them, as in {seen.system} ... -m hetseq run {script}, or hetseq run --env"
+            " none for one alone"
+        )
+
+
 def tell_ending(ending: Ending) -> None:
     """Print why a run ended, if there is anything to say. The exit code still tells if the reader has gone."""
     from hetseq.monitor.progress import takes_text

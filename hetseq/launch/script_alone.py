@@ -18,7 +18,7 @@ from hetseq.cluster.membership.assignment import Assignment
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
 from hetseq.errors import EXIT_FAILED
-from hetseq.launch.launch import local_devices
+from hetseq.launch.launch import check_alone, local_devices
 from hetseq.launch.launcher_link import NoLauncher
 from hetseq.launch.rank_life import RankLife
 from hetseq.launch.run_directory_guard import in_use
@@ -52,6 +52,7 @@ def is_interactive() -> bool:
 def open_alone(config: Config, save_dir: str | None) -> Process:
     """One rank, on the first device that the options allow. Raises HetSeqError."""
     script = "a notebook" if is_interactive() else os.path.abspath(sys.argv[0])
+    check_alone(os.path.basename(script))
     closing = ExitStack()
     if save_dir is None:
         folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hetseq-"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import forked
-from tests.support.commands import HETSEQ, run_command
+from tests.support.commands import HETSEQ, ROOT, run_command
 from tests.support.own_loops import run_script
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,7 @@ GOOD = {
 }
 TERMS = "global_batch_size=24, max_epoch=1, count=lambda batch: {'a': 1, 'b': 1}, weights={'a': 2, 'c': 1, 'd': 3}"
 CASES: dict[str, tuple[dict[str, str], str]] = {
-    "two starts": ({"before": "hetseq.start()"}, r"hetseq.start was called twice: a process has one run"),
+    "two starts": ({"before": "hetseq.start()"}, r"hetseq.start was called twice: a run of hetseq run is one for"),
     "a process group": ({"before": 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'},
                         r"torch.distributed is in use by the script: a HetSeq loop has no process group of its own"),
     "a model that sends": ({"before": 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)\n'
@@ -85,6 +86,20 @@ def test_without_the_mistakes_it_trains(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(**GOOD))
     words = ["--cpu", "--ranks", 1, "--global-batch-size", 24, "--save-dir", "run", "script.py"]
     assert run_script(words, cwd=tmp_path).code == 0
+
+
+def test_a_script_that_is_started_several_times_does_not_train_several_times(tmp_path: Path) -> None:
+    """By torchrun, whose environment each process finds; `hetseq run` makes ranks of one run of them."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(**GOOD))
+    environment = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+                   "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}  # fmt: skip
+    finished = run_command(["script.py"], program=(sys.executable,), cwd=tmp_path, env=environment)
+    assert finished.code == 1
+    told = (
+        "torchrun has started 2 processes of this script (TORCHELASTIC_RUN_ID=none), and each would train alone: start"
+        " hetseq run in them, as in torchrun ... -m hetseq run script.py, or hetseq run --env none for one alone"
+    )
+    assert told in finished.err, finished.err
 
 
 COMMANDS = {
