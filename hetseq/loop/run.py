@@ -21,7 +21,7 @@ from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on, range_reader
 from hetseq.data.plan import derive_seed
-from hetseq.errors import EXIT_DONE, TaskError, few
+from hetseq.errors import EXIT_DONE, DisagreementError, TaskError, few
 from hetseq.loop.between import Results, together
 from hetseq.loop.check import Check
 from hetseq.loop.owned import Owned
@@ -226,6 +226,11 @@ class Run:
             return [row for rows in together(self._group, Call.EVALUATE, self._results.step, own) for row in rows]
 
         rows = self._between_steps(Call.EVALUATE, work)
+        if len(rows) != len(pieces):
+            raise DisagreementError(
+                f"run.evaluate: this rank cuts its data into {len(pieces)} batches, and the ranks measured {len(rows)}:"
+                " give it the same data and batch_size on every rank"
+            )
         totals: dict[str, list[float]] = {}
         for row in rows:
             for name, (total, number) in row.items():

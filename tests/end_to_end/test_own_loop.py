@@ -225,6 +225,9 @@ CASES: dict[str, tuple[dict[str, str], int, str]] = {
                          r"after step 2 rank 1 left the loop, and rank 0 continues"),
     "evaluated on one rank": ({"body": GOOD, "after": "if run.is_first: run.only_first(int)"}, 78,
                               r"rank 0 is in run.only_first after step 1, rank 1 at the end of the step after step 1"),
+    "evaluated by pieces of another size": (
+        {"body": GOOD, "after": "run.evaluate(data, lambda b: {'n': (len(b[1]), 1)}, batch_size=8 - run.rank)"}, 78,
+        r"run.evaluate: this rank cuts its data into \d batches, and the ranks measured \d+: give it the same"),
     "its own state": ({"body": GOOD, "after": "optimizer.param_groups[0]['lr'] = 0.1 + run.rank"}, 78,
                       r"after step 1 the state of script.py differs: optimizer.* is .*0\.1.* on rank 0, .*1\.1.* on"),
     "an error behind it": ({"body": GOOD, "after": "if step.number == 2 and run.rank: raise KeyError('mine')"}, 1,
