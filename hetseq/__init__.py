@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hetseq.checkpoint import CheckpointManager, CheckpointOptions
     from hetseq.checkpoint.dcp import HetSeqReader
     from hetseq.config.sections import Config, OptimizationConfig, option
+    from hetseq.data.lanes import Lanes
     from hetseq.errors import (
         CheckpointError,
         ConfigError,
@@ -45,6 +46,7 @@ _HOMES = {
     "DataError": "errors",
     "HetSeqError": "errors",
     "HetSeqReader": "checkpoint.dcp",
+    "Lanes": "data.lanes",
     "MissingSplitError": "errors",
     "OptimizationConfig": "config.sections",
     "RecordedRun": "monitor.report.recorded",
@@ -73,6 +75,7 @@ __all__ = [
     "DataError",
     "HetSeqError",
     "HetSeqReader",
+    "Lanes",
     "MissingSplitError",
     "OptimizationConfig",
     "RecordedRun",

@@ -17,6 +17,7 @@ from hetseq.balance.shares import assign_shares
 from hetseq.comm.group import Group, LocalGroup
 from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
+from hetseq.data.lanes import check_is_indexed
 from hetseq.data.loader import Source, place_on, range_reader
 from hetseq.data.plan import derive_seed
 from hetseq.errors import EXIT_DONE, TaskError
@@ -184,6 +185,7 @@ class Run:
         same bits on any number of ranks. Between two steps every rank calls it; before and after the loop each rank
         measures all data by itself. Raises TaskError.
         """
+        check_is_indexed(data, "run.evaluate got")
         source = Source(data, collate, lambda *_: (), place_on(self._device, self._precision.storage), 0,
                         self._config.task.seed)  # fmt: skip
         pieces = [(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from hetseq.data.lanes import check_is_indexed
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import TaskError
 from hetseq.loop.owned import Owned
@@ -82,11 +83,7 @@ def material_of(
 ) -> ScriptMaterial:  # fmt: skip
     """The script `name` as the rest of HetSeq sees it. Raises TaskError, and errors of the data set."""
     task.__class__ = type(name, (ScriptTask,), {"__module__": ScriptTask.__module__})  # its name in messages
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TaskError(
-            f"run.steps got a {type(dataset).__name__} as its data: expected a data set with __len__ and __getitem__,"
-            " since a sample is named by its number on every rank"
-        )
+    check_is_indexed(dataset, "run.steps got")
     if not len(dataset):
         raise TaskError("run.steps got data without a sample")
     is_late = not task.counts_ahead
