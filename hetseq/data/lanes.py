@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from hetseq.data.fetch import seed_everything
 from hetseq.data.lane_layout import Cursor, Cursors, LaneLayout
@@ -27,6 +27,7 @@ from hetseq.errors import ConfigError, TaskError
 
 _CURSOR_EVERY = 64  # records of a lane
 _STEPS_KEPT = 2  # a step may be done again after the next one was loaded
+_STEPS_KEPT_AHEAD = 6  # a loader process may be sent back by five steps
 _PROBED_LANES, _PROBED_RECORDS = 8, 2  # compared between ranks before the first step
 _PROVED = 4  # records that are read twice, to see whether a cursor leads back
 _PAGE = "docs/guides/streams.md"
@@ -117,13 +118,13 @@ class Lanes(Dataset[Any]):
                 f"a step has {batch or 'no fixed number of'} samples and Lanes has {self.lanes} lanes: a step takes"
                 " as many records of each lane, so give a global batch that is a multiple of lanes"
             )
-        before, self._batch_of = self._layout, batch_of
-        if self._layout != before:
+        before, was_bound, self._batch_of = self._layout, self._batch_of is not None, batch_of
+        if self._layout != before or not was_bound:
             self._readers = {}
 
     def apart(self) -> Lanes:
         """The same records lane after lane, not shuffled, with readers of their own: for evaluation."""
-        other = Lanes(self._open_lane, lanes=self.lanes, length=self.length, seed=self.seed)
+        other = Lanes(self._open_lane, lanes=self.lanes, length=self.length, window=self.window, seed=self.seed)
         other._given = self._given
         return other
 
@@ -197,7 +198,7 @@ class Lanes(Dataset[Any]):
             self._readers, self._pid = {}, os.getpid()
         key = self._epoch, lane
         reader = self._readers.get(key)
-        cursor = self._known.before(*key, place - place % self.window)
+        cursor = self._known.before(*key, place - place % self._width)
         if reader is not None and reader.reaches(place) and not reader.is_far_behind(cursor):
             return reader
         reader = self._readers[key] = self._open(lane, cursor)
@@ -205,10 +206,16 @@ class Lanes(Dataset[Any]):
 
     def _open(self, lane: int, cursor: Cursor | None) -> _Reader:
         layout, is_bound = self._layout, self._batch_of is not None
-        kept = _STEPS_KEPT * layout.per_lane if is_bound else 0
+        steps = _STEPS_KEPT if get_worker_info() is None else _STEPS_KEPT_AHEAD
+        kept = steps * layout.per_lane if is_bound else 0
         # so far apart that of two cursors one lies before any step that begins at or behind the other
-        apart = max(_CURSOR_EVERY, layout.per_lane) + self.window if is_bound else 0
+        apart = max(_CURSOR_EVERY, layout.per_lane) + self._width if is_bound else 0
         return _Reader(self, lane, cursor, part=layout.part(lane), kept=kept, apart=apart)
+
+    @property
+    def _width(self) -> int:
+        """The records that are read together: lanes that are read one after the other are not shuffled."""
+        return 1 if self._batch_of is None else self.window
 
     def _source(self, lane: int, state: str | None) -> Any:
         seed_everything(derive_seed(self.seed, self._epoch, lane, _OPENING))
@@ -237,7 +244,7 @@ class _Reader:
 
     def __init__(self, stream: Lanes, lane: int, cursor: Cursor | None, *, part: int, kept: int, apart: int) -> None:
         self._stream, self._lane, self._part, self._kept, self._apart = stream, lane, part, kept, apart
-        self._epoch, self._window = stream._epoch, stream.window
+        self._epoch, self._window = stream._epoch, stream._width
         self._at = 0 if cursor is None else cursor.at  # of the next record; a multiple of the window
         self._source = stream._source(lane, None if cursor is None else cursor.state)
         self._records = iter(self._source)

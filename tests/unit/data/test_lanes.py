@@ -6,6 +6,8 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from hetseq.data.lanes import check_is_indexed
 from hetseq.data.loader import Source, StepLoader, range_reader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, Position
 from hetseq.errors import ConfigError, TaskError
+from tests.support.trials import until
 
 LANES, PART, BATCH = 6, 41, 24
 LENGTH = LANES * PART - 3  # the last step is ragged
@@ -211,6 +214,45 @@ def test_a_step_that_is_done_again_is_not_read_again() -> None:
     assert [lanes[index] for index in range(BATCH, 3 * BATCH)] == first[BATCH:]
     assert read.total() == 3 * BATCH
     assert [lanes[index] for index in range(BATCH)] == first[:BATCH], "it may also begin anew"
+
+
+class LoggedTape(Tape):
+    """Adds a byte to a file for each record, whichever process reads it."""
+
+    def __init__(self, lane: int, file: Path) -> None:
+        super().__init__(lane, Counter())
+        self._file = file
+
+    def __next__(self) -> tuple[int, int]:
+        record = super().__next__()
+        with self._file.open("a") as file:
+            file.write(".")
+        return record
+
+
+def test_new_sizes_send_a_loader_process_back_and_it_reads_nothing_again(tmp_path: Path) -> None:
+    log = tmp_path / "read"
+
+    def read() -> int:
+        return log.stat().st_size if log.exists() else 0
+
+    lanes = Lanes(lambda lane: LoggedTape(lane, log), lanes=LANES, length=LENGTH)
+    lanes.bind(lambda epoch: BATCH)
+    planner = planner_of((1.0,))
+    plans = list(islice(planner.plans(Position()), STEPS))
+    loader = StepLoader(source_of(lanes), planner, Position(), group=0, cap=MicroBatchCap(), num_workers=1)
+    try:
+        loader.take(plans[0])
+        until(lambda: loader.peek(plans[1]) is not None, "the second step")
+        until(lambda: read() >= 6 * BATCH, "as much as is read ahead")
+        loader.change(2, cap=MicroBatchCap(7))
+        again = [record for batch in loader.take(plans[1]).micro_batches for record in batch.sample]
+        assert again == steps_of(make()[0], (1.0,), 0, steps=2)[1]
+        for plan in plans[2:5]:
+            loader.take(plan)
+        assert read() <= 10 * BATCH, "five steps, and five ahead"
+    finally:
+        loader.close()
 
 
 def test_random_numbers_belong_to_the_record() -> None:
