@@ -103,7 +103,7 @@ class Task:
         return cls(args)
 
     def load_dataset(self, split: str) -> Dataset[Any] | None:
-        """The samples of `split`, a map-style data set; None or MissingSplitError if there is no such split.
+        """The samples of `split`, a map-style data set or `Lanes`; None or MissingSplitError if there is no such split.
 
         On several nodes HetSeq compares a few samples before the first step. A data set may have an attribute `files`,
         a list of the paths that it reads: then names, sizes and blocks of these files are compared as well. With

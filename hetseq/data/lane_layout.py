@@ -73,12 +73,8 @@ class Cursors:
         """The newest cursor of a lane that is not behind `place`."""
         return next((cursor for cursor in self._known.get((epoch, lane), ()) if cursor.at <= place), None)
 
-    def newest(self) -> list[Cursor]:
-        """The newest of each lane, in a fixed order: ranks that know the same say the same."""
-        return [self._known[key][0] for key in sorted(self._known)]
-
     def all(self) -> list[Cursor]:
-        """All that are known."""
+        """All that are known, in a fixed order: ranks that know the same say the same."""
         return [cursor for key in sorted(self._known) for cursor in self._known[key]]
 
     def clear(self) -> None:

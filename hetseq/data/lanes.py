@@ -53,7 +53,8 @@ class Lanes(Dataset[Any]):
     `run.steps` changes nothing.
 
     `window` shuffles within a lane: each `window` records that follow one another are read together, held in memory,
-    and given in an order that `seed`, epoch and lane determine. 1, the default, keeps the order of the lane.
+    and given in an order that `seed`, epoch and lane determine. 1, the default, keeps the order of the lane. `seed` is
+    also that of the random numbers that a source draws.
 
     A reader with `state_dict` (JSON values) and `load_state_dict` is asked for its state now and then; checkpoints hold
     these cursors. A lane that changes hands, or a run that resumes, then continues near its place; without them the
@@ -93,6 +94,8 @@ class Lanes(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.length:
+            raise IndexError(f"record {index} of {self.length}")
         lane, place = self._layout.place(index)
         record = self._reader(lane, place).record(place)
         # the same random numbers behind it, whether the record was read now or before
@@ -165,21 +168,18 @@ class Lanes(Dataset[Any]):
         return tuple(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest cursor of each lane, for a checkpoint: it is not behind the step that comes next."""
-        return {"cursors": [_to_json(cursor) for cursor in self._known.newest()]}
+        """The cursors that this rank knows, for a checkpoint and for other ranks."""
+        return {"cursors": [[*cursor[:3], json.loads(cursor.state)] for cursor in self._known.all()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know the cursors of a checkpoint, and no others."""
         self._known.clear()
-        self.learn(map(_from_json, state["cursors"]))
+        self.hear([state])
 
-    def told(self) -> list[Any]:
-        """All cursors that this rank knows, for others; JSON."""
-        return [_to_json(cursor) for cursor in self._known.all()]
-
-    def hear(self, told: Iterable[list[Any]]) -> None:
+    def hear(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Learn the cursors that other ranks know."""
-        self.learn(_from_json(cursor) for cursors in told for cursor in cursors)
+        cursors = (cursor for state in states for cursor in state["cursors"])
+        self.learn(Cursor(epoch, lane, at, json.dumps(told)) for epoch, lane, at, told in cursors)
 
     # the readers
 
@@ -209,8 +209,8 @@ class Lanes(Dataset[Any]):
         steps = _STEPS_KEPT if get_worker_info() is None else _STEPS_KEPT_AHEAD
         kept = steps * layout.per_lane if is_bound else 0
         # so far apart that of two cursors one lies before any step that begins at or behind the other
-        apart = max(_CURSOR_EVERY, layout.per_lane) + self._width if is_bound else 0
-        return _Reader(self, lane, cursor, part=layout.part(lane), kept=kept, apart=apart)
+        spacing = max(_CURSOR_EVERY, layout.per_lane) + self._width if is_bound else 0
+        return _Reader(self, lane, cursor, part=layout.part(lane), kept=kept, spacing=spacing)
 
     @property
     def _width(self) -> int:
@@ -242,10 +242,10 @@ class Lanes(Dataset[Any]):
 class _Reader:
     """One lane in one epoch, read forward by windows; the last `kept` records can be asked for again."""
 
-    def __init__(self, stream: Lanes, lane: int, cursor: Cursor | None, *, part: int, kept: int, apart: int) -> None:
-        self._stream, self._lane, self._part, self._kept, self._apart = stream, lane, part, kept, apart
+    def __init__(self, stream: Lanes, lane: int, cursor: Cursor | None, *, part: int, kept: int, spacing: int) -> None:
+        self._stream, self._lane, self._part, self._kept, self._spacing = stream, lane, part, kept, spacing
         self._epoch, self._window = stream._epoch, stream._width
-        self._at = 0 if cursor is None else cursor.at  # of the next record; a multiple of the window
+        self._first = self._at = 0 if cursor is None else cursor.at  # of the next record; a multiple of the window
         self._source = stream._source(lane, None if cursor is None else cursor.state)
         self._records = iter(self._source)
         self._has_state = all(callable(getattr(self._source, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -259,7 +259,7 @@ class _Reader:
 
     def is_far_behind(self, cursor: Cursor | None) -> bool:
         """Whether opening the lane at the cursor is better than reading on."""
-        return cursor is not None and cursor.at >= self._at + self._apart > self._at
+        return cursor is not None and cursor.at >= self._at + self._spacing > self._at
 
     def record(self, place: int) -> Any:
         window, offset = divmod(place, self._window)
@@ -270,7 +270,7 @@ class _Reader:
     def _load(self) -> None:
         """Read the next window."""
         begin, number = self._at, self._at // self._window
-        if self._has_state and self._apart and begin // self._apart > (begin - self._window) // self._apart >= 0:
+        if self._is_cursor_due:
             self._leave_cursor()
         size = min(self._window, self._part - begin)
         records = [self._next() for _ in range(size)]
@@ -278,6 +278,13 @@ class _Reader:
         self._held[number] = [records[i] for i in order.take(0, size).tolist()] if size > 1 else records
         first = (begin - self._kept) // self._window
         self._held = {window: kept for window, kept in self._held.items() if window >= first}
+
+    @property
+    def _is_cursor_due(self) -> bool:
+        """At the same places on every rank; but not where the source was opened, which may not know its place yet."""
+        if not self._has_state or not self._spacing or self._at == self._first:
+            return False
+        return self._at // self._spacing > (self._at - self._window) // self._spacing
 
     def _next(self) -> Any:
         stream, lane, at = self._stream, self._lane, self._at
@@ -342,15 +349,6 @@ def check_is_indexed(dataset: Any, what: str, *, error: type[TaskError] = TaskEr
             f" length=...), or convert it to an indexed format ({_PAGE})"
         )
     raise error(f"{what} a {kind}: expected a data set with __len__ and __getitem__")
-
-
-def _to_json(cursor: Cursor) -> list[Any]:
-    return [*cursor[:3], json.loads(cursor.state)]
-
-
-def _from_json(told: Sequence[Any]) -> Cursor:
-    epoch, lane, at, state = told
-    return Cursor(epoch, lane, at, json.dumps(state))
 
 
 def _parameters_of(function: Callable[..., Any]) -> Sequence[str]:

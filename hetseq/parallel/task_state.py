@@ -40,9 +40,7 @@ class Stream(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
-    def told(self) -> list[Any]: ...
-
-    def hear(self, told: Iterable[list[Any]]) -> None: ...
+    def hear(self, states: Iterable[Mapping[str, Any]]) -> None: ...
 
 
 class TaskState:
@@ -73,7 +71,7 @@ class TaskState:
     def share(self, group: RowTransport) -> None:
         """Learn where the other ranks are in a stream, if there is one. Collective."""
         if self._stream is not None:
-            self._stream.hear(map(json.loads, gather_texts(group, json.dumps(self._stream.told()))))
+            self._stream.hear(map(json.loads, gather_texts(group, json.dumps(self._stream.state_dict()))))
 
     def digest(self) -> int:
         """63 bits of the record; tensors enter by their names alone, since devices round differently."""

@@ -54,6 +54,21 @@ class SavedTape(Tape):
         self.at = state["at"]
 
 
+class LazyTape(SavedTape):
+    """It knows where it is from its first record on, as a generator does."""
+
+    first = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["at"]
+
+    def __next__(self) -> tuple[int, int]:
+        self.at, self.first = max(self.at, self.first), 0
+        self._read[self.lane] += 1
+        self.at += 1
+        return self.lane, self.at - 1
+
+
 def make(kind: type[Tape] = Tape, **more: Any) -> tuple[Lanes, Counter[int]]:
     read = Counter[int]()
     return Lanes(lambda lane: kind(lane, read), **{"lanes": LANES, "length": LENGTH, **more}), read
@@ -154,12 +169,6 @@ def test_a_resumed_rank_opens_its_lanes_at_the_cursors(workers: int, window: int
     part = 400
     read, length = Counter[int](), 3 * part
 
-    class Long(SavedTape):
-        def __next__(self) -> tuple[int, int]:
-            read[self.lane] += 1
-            self.at += 1
-            return self.lane, self.at - 1
-
     def run(lanes: Lanes, first: Position, steps: int) -> list[Any]:
         lanes.bind(lambda epoch: 12)
         planner = planner_of((1.0,), length, 12)
@@ -174,15 +183,15 @@ def test_a_resumed_rank_opens_its_lanes_at_the_cursors(workers: int, window: int
         finally:
             loader.close()
 
-    before = Lanes(lambda lane: Long(lane, read), lanes=3, length=length, window=window)
+    before = Lanes(lambda lane: LazyTape(lane, read), lanes=3, length=length, window=window)
     run(before, Position(), 80)
     state = json.loads(json.dumps(before.state_dict()))
     assert state["cursors"]
-    whole = run(Lanes(lambda lane: Long(lane, read), lanes=3, length=length, window=window), Position(), 90)
-    after = Lanes(lambda lane: Long(lane, read), lanes=3, length=length, window=window)
+    whole = run(Lanes(lambda lane: LazyTape(lane, read), lanes=3, length=length, window=window), Position(), 90)
+    after = Lanes(lambda lane: LazyTape(lane, read), lanes=3, length=length, window=window)
     after.load_state_dict(state)
     read.clear()
-    assert run(after, Position(81, 1, 12 * 80), 10) == whole[80:]
+    assert run(after, Position(66, 1, 12 * 65), 25) == whole[65:]
     if not workers:  # else another process has read
         assert all(number <= 150 for number in read.values()), f"{read} records for 40 of each lane"
 
