@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hetseq.checkpoint import CheckpointManager, CheckpointOptions
     from hetseq.checkpoint.dcp import HetSeqReader
     from hetseq.config.sections import Config, OptimizationConfig, option
+    from hetseq.data.lanes import Lanes
     from hetseq.errors import (
         CheckpointError,
         ConfigError,
@@ -47,6 +48,7 @@ _HOMES = {
     "DataError": "errors",
     "HetSeqError": "errors",
     "HetSeqReader": "checkpoint.dcp",
+    "Lanes": "data.lanes",
     "MissingSplitError": "errors",
     "Muon": "training.muon",
     "OptimizationConfig": "config.sections",
@@ -77,6 +79,7 @@ __all__ = [
     "DataError",
     "HetSeqError",
     "HetSeqReader",
+    "Lanes",
     "MissingSplitError",
     "Muon",
     "OptimizationConfig",

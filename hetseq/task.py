@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from hetseq.config.sections import Config
+from hetseq.data.lanes import check_is_indexed
 from hetseq.data.plan import Indices, Lengths
 from hetseq.errors import ConfigError, MissingSplitError, TaskError, TaskFileError
 from hetseq.registry import nearest
@@ -104,7 +105,7 @@ class Task:
         return cls(args)
 
     def load_dataset(self, split: str) -> Dataset[Any] | None:
-        """The samples of `split`, a map-style data set; None or MissingSplitError if there is no such split.
+        """The samples of `split`, a map-style data set or `Lanes`; None or MissingSplitError if there is no such split.
 
         On several nodes HetSeq compares a few samples before the first step. A data set may have an attribute `files`,
         a list of the paths that it reads: then names, sizes and blocks of these files are compared as well. With
@@ -256,12 +257,7 @@ def load_split(task: Task, split: str) -> Any:
     dataset = loaded if loaded is not None else task.datasets.get(split)
     if dataset is None:
         raise MissingSplitError(f"{name} gave no data set, neither returned nor in self.datasets[{split!r}]")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        way_out = (
-            "; a stream has no places to divide among ranks: read it into a list, or write it to files once and give a"
-            " data set that reads sample i" if hasattr(dataset, "__iter__") else ""
-        )  # fmt: skip
-        raise TaskFileError(f"{name} gave a {type(dataset).__name__}, expected __len__ and __getitem__{way_out}")
+    check_is_indexed(dataset, f"{name} gave", error=TaskFileError)
     if len(dataset) == 0:
         raise MissingSplitError(f"{name} gave a data set without samples: expected at least one")
     return dataset

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetseq.comm.group import Group, LocalGroup, Rows, TensorTransport
+from hetseq.comm.group import Group, LocalGroup, Rows, RowTransport, TensorTransport
 
 _CHUNK_BYTES = 16 << 20  # bytes sent at once, so that a deadline applies to a piece and not to a whole model
 
@@ -104,6 +104,15 @@ def send_bytes(group: Group, data: bytes, *, source: int, is_wanted: bool = True
         if is_wanted:
             received += chunk.numpy().tobytes()
     return bytes(received)
+
+
+def gather_texts(group: RowTransport, text: str) -> list[str]:
+    """The texts of all ranks, in rank order, on every rank; every rank calls it."""
+    data = text.encode()
+    sizes = group.all_gather_rows(np.array([len(data)], np.int64))[:, 0].tolist()
+    width = -(-max(sizes) // 8) * 8
+    rows = group.all_gather_rows(np.frombuffer(data.ljust(width), np.int64)) if width else [np.empty(0)] * len(sizes)
+    return [row.tobytes()[:size].decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def send_tensor(group: TensorTransport, tensor: torch.Tensor, *, source: int) -> None:

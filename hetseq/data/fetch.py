@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from hetseq.data.lane_layout import Cursor
 from hetseq.data.plan import Indices, derive_seed
 from hetseq.errors import HetSeqError, TaskFileError, few
 from hetseq.system.device_memory import is_exhausted
@@ -56,6 +57,7 @@ class Request:
 
     epoch: int
     indices: Indices  # (samples,)
+    cursors: tuple[Cursor, ...] = ()  # where to open lanes that the process has not read
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class Uncollated:
 
     samples: Any
     indices: Indices
+    cursors: tuple[Cursor, ...] = ()
+
+
+class WithCursors(NamedTuple):
+    """A collated sample, and where the lanes stood that it was read from. A tuple, so that torch pins what is in it."""
+
+    sample: Any
+    cursors: tuple[Cursor, ...]
 
 
 class Fetcher(torch.utils.data.Dataset[Any]):
@@ -84,7 +94,11 @@ class Fetcher(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, request: Request) -> Uncollated | Refused:
         try:
-            return Uncollated(self.samples(request), request.indices)
+            if request.cursors:
+                self._dataset.learn(request.cursors)
+            samples = self.samples(request)
+            fresh: tuple[Cursor, ...] = getattr(self._dataset, "fresh_cursors", tuple)()
+            return Uncollated(samples, request.indices, fresh)
         except Exception as error:
             if (portable := _portable(error)) is None:
                 raise
@@ -144,7 +158,8 @@ class Collate:
         if isinstance(fetched, Refused):
             return fetched
         try:
-            return self._collate(fetched.samples) if len(fetched.samples) else None
+            sample = self._collate(fetched.samples) if len(fetched.samples) else None
+            return WithCursors(sample, fetched.cursors) if fetched.cursors else sample
         except Exception as error:
             note(error, samples_in_words(fetched.indices, self._split), is_of_task=True)
             if (portable := _portable(error)) is None:

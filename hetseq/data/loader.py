@@ -16,14 +16,16 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetseq.data.fetch import Collate, Fetched, Fetcher, LoaderDied, Refused, Request, base_order
+from hetseq.data.fetch import Collate, Fetched, Fetcher, LoaderDied, Refused, Request, WithCursors, base_order
 from hetseq.data.fetch_schedule import Itinerary, Key, Walker
+from hetseq.data.lane_layout import Cursor
+from hetseq.data.lanes import lanes_of
 from hetseq.data.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class MicroBatch:
     size: int
     counts: tuple[float, ...]
     work: int
+    cursors: tuple[Cursor, ...] = ()  # of lanes, before this micro-batch or in it
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class StepLoader:
             data = self._load(plan.step, self._stream.get)
         assert data.plan == plan, "steps are taken in order"
         self._itinerary.forget_before(plan.step)
+        if (lanes := lanes_of(self._source.dataset)) is not None:
+            lanes.learn(cursor for batch in data.micro_batches for cursor in batch.cursors)
         return data
 
     def peek(self, plan: StepPlan) -> StepData | None:
@@ -182,7 +187,7 @@ class _Stream:
         num_workers: int,
     ) -> None:
         self._source, self._itinerary, self._walker = source, itinerary, walker
-        self._requests = _Requests(itinerary, asker, base)
+        self._requests = _Requests(itinerary, asker, base, source.dataset if num_workers else None)
         self._batches = Fetched(
             fetcher, collate, self._requests, num_workers=num_workers, pin_memory=source.pin_memory
         )  # fmt: skip
@@ -243,8 +248,11 @@ class _Stream:
 def _micro_batch(source: Source, itinerary: Itinerary, plan: StepPlan, key: Key, sample: Any) -> MicroBatch:
     if isinstance(sample, Refused):
         raise sample.error
-    size = key.stop - key.start
-    return MicroBatch(sample, key.start, size, source.count(sample, size), itinerary.work(plan.epoch, key))
+    size, cursors = key.stop - key.start, ()  # type: tuple[int, tuple[Cursor, ...]]
+    if isinstance(sample, WithCursors):
+        sample, cursors = sample
+    counts = source.count(sample, size)
+    return MicroBatch(sample, key.start, size, counts, itinerary.work(plan.epoch, key), cursors)
 
 
 def _request(itinerary: Itinerary, base: Indices | None, epoch: int, key: Key) -> Request:
@@ -256,10 +264,12 @@ def range_reader(source: Source, *, is_listed: bool = True) -> Callable[[int, in
     """A function that reads samples start..stop-1 of a data set, in its own order, in the caller's thread.
 
     For validation. With `is_listed`, its own order is `ordered_indices`, if it has them; otherwise the order of its
-    indices.
+    indices. Lanes are read by readers of their own.
     """
+    lanes = lanes_of(source.dataset)
+    dataset = source.dataset if lanes is None else lanes.apart()
     # epoch 0, so set_epoch is not called: this may be the training data, which is one step ahead
-    fetcher = Fetcher(source.dataset, source.seed, epoch=0, split=source.split)
+    fetcher = Fetcher(dataset, source.seed, epoch=0, split=source.split)
     collate = Collate(source.collate, source.split)
     base = base_order(source.dataset) if is_listed else None
 
@@ -276,8 +286,10 @@ def range_reader(source: Source, *, is_listed: bool = True) -> Callable[[int, in
 class _Requests:
     """The batch sampler: this rank's micro-batches of all steps; `asked` holds the pending ones in order of request."""
 
-    def __init__(self, itinerary: Itinerary, walker: Walker, base: Indices | None) -> None:
+    def __init__(self, itinerary: Itinerary, walker: Walker, base: Indices | None, dataset: Any = None) -> None:
         self._itinerary, self._base = itinerary, base
+        self._lanes = lanes_of(dataset)  # None also if this process reads them itself
+        self._places: dict[tuple[int, int], int] = {}  # of the lanes in the loader process
         self.walker = walker
         self.asked: deque[Key] = deque()
 
@@ -288,7 +300,11 @@ class _Requests:
                 if self._itinerary.is_sent_back(self.walker, plan.step):
                     break
                 self.asked.append(key)
-                yield _request(self._itinerary, self._base, plan.epoch, key)
+                request = _request(self._itinerary, self._base, plan.epoch, key)
+                if self._lanes is not None:
+                    hints = self._lanes.hints(self._places, plan.epoch, request.indices)
+                    request = replace(request, cursors=hints)
+                yield request
 
 
 class _Drain:

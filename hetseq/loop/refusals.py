@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from hetseq.comm.group import has_process_group
+from hetseq.data.lanes import check_is_indexed
 from hetseq.errors import TaskError
 
 #: modules that send their gradients, or hold parts of their parameters; FSDP is not imported to be known
@@ -42,10 +43,6 @@ def refuse_data(call: str, data: Any) -> None:
         )
     if isinstance(data, Sampler):
         raise TaskError(f"{call} got a {name}: give it the data set itself: the run gives each rank its samples")
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        raise TaskError(
-            f"{call} got a {name} as its data: expected a data set with __len__ and __getitem__, since a sample is"
-            " named by its number on every rank"
-        )
+    check_is_indexed(data, f"{call} got")
     if not len(data):
         raise TaskError(f"{call} got data without a sample")

@@ -29,6 +29,7 @@ from hetseq.config.sections import (
     DataConfig,
     OptimizationConfig,
 )
+from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
@@ -262,7 +263,7 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
         job.material.source(job.material.train), planner, start.state.position,
         group=layout.group_of(rank), cap=sizes.cap, first_cap=sizes.first() if is_first_measured else None,
         # workers would at once fetch steps that are never trained, perhaps of data that are gone
-        num_workers=0 if is_last else _num_workers(config.data.num_workers, job.material.device),
+        num_workers=0 if is_last else _num_workers(config.data.num_workers, job.material),
     )  # fmt: skip
     undo.callback(loader.close)
     at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
@@ -453,6 +454,7 @@ def _provenance(
         unit_size=config.data.unit_size,
         shuffle_block=config.data.shuffle_block,
         vocabulary=getattr(material.train, "vocabulary_digest", None),
+        lanes=None if (lanes := lanes_of(material.train)) is None else lanes.in_words(),
         parts=None if parts is None else text_of(parts),
         recipe=recipe_of(config.optimization, material.task),
     )
@@ -491,8 +493,10 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
         group.update(overrides)
 
 
-def _num_workers(asked: int, device: torch.device) -> int:
-    return asked if asked >= 0 else 2 if device.type == "cuda" else 0
+def _num_workers(asked: int, material: LoadedTask) -> int:
+    """At most one process for lanes: two would take turns, and each would read every lane of this rank."""
+    number = asked if asked >= 0 else 2 if material.device.type == "cuda" else 0
+    return number if lanes_of(material.train) is None else min(1, number)
 
 
 def _schedule(job: RankJob, start: Start, feed: Feed) -> Callable[[int, int], float]:

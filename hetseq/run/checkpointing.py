@@ -55,6 +55,7 @@ class Provenance:
     shuffle_block: int | None = None
     vocabulary: str | None = None  # a digest of the meaning of the numbers in the samples; None: unknown
     recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)  # see `hetseq.run.recipe`
+    lanes: str | None = None  # the order of training data that are `Lanes`
     parts: str | None = None  # of the training split on different hosts, see `data_by_host`; None: every host has all
 
 
@@ -210,6 +211,7 @@ class Saver:
         Returns the saves that are over now, with `is_last` including this one. A failure on this rank is in its result.
         """
         over = self.finish(state)
+        self._replica.task_state.share(self._sharing.whole)
         tensors, numbers = self._content()
         if not is_last and not self._is_prepared:
             self._prepare(tensors)
@@ -232,6 +234,7 @@ class Saver:
         A directory group without room for it does nothing.
         """
         self._kept_s = self._now()
+        self._replica.task_state.share(self._sharing.whole)
         if not self._manager.keeps_states:
             return
         self._lend_patience()
@@ -446,6 +449,7 @@ def describe(
         "unit_size": provenance.unit_size,
         "shuffle_block": provenance.shuffle_block,
         "vocabulary": provenance.vocabulary,
+        "lanes": provenance.lanes,
         "parts": provenance.parts,
         "recipe": dict(provenance.recipe),
         "global_batch": batch_record(provenance.batch),

@@ -46,6 +46,7 @@ from hetseq.cluster.membership.compatibility import (
 )
 from hetseq.config.sections import Config
 from hetseq.data.fetch import TRAINING_DATA, base_order, samples_in_words, seed_everything
+from hetseq.data.lanes import lanes_of
 from hetseq.data.plan import derive_seed, epoch_order
 from hetseq.errors import DataError
 from hetseq.system.task_failure import noted
@@ -115,6 +116,8 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
         for split, dataset in splits.items():
             name = TRAINING_DATA if dataset is train else split
             fields[f"length of {split}"] = f"{len(dataset)} samples"
+            if (lanes := lanes_of(dataset)) is not None:
+                fields[f"own order of {split}"] = lanes.in_words()
             fields[f"samples of {split}"] = _content(dataset, seed, lambda: now() > deadline_s, name)
             if hasattr(dataset, "files"):
                 fields[f"files of {split}"] = _data_files(dataset)
@@ -127,6 +130,11 @@ def data_digest(dataset: Any, seed: int) -> str:
     Covers the files that the data set names, or else a few samples to the last bit. Raises DataError if neither is
     possible, and for a path that is not a file, such as a folder; and any error that the data set raises for a sample.
     """
+    if lanes_of(dataset) is not None:
+        raise DataError(
+            "--data-by-host divides data by their index, and Lanes are read in an order of their own: leave the option"
+            " out; every rank opens the lanes of its share alone"
+        )
     base = base_order(dataset)
     entries = [str(len(dataset)), "" if base is None else digest(base.astype("<i8").tobytes())]
     files = _data_files(dataset) if hasattr(dataset, "files") else "none"
@@ -279,10 +287,8 @@ def _losses(trial: LossTrial, model: torch.nn.Module) -> str:
 def _order_fields(train: Any, config: Config) -> Fields:
     """Which samples training takes first, by their indices in the data set, and the lengths of some."""
     split, count = config.data.train_subset, len(train)
-    base = base_order(train)
-    order = epoch_order(
-        count, seed=config.task.seed, epoch=1, shuffle=config.data.curriculum < 1, block=config.data.shuffle_block
-    )
+    base, is_shuffled = base_order(train), config.data.curriculum < 1 and lanes_of(train) is None
+    order = epoch_order(count, seed=config.task.seed, epoch=1, shuffle=is_shuffled, block=config.data.shuffle_block)
     first = order.take(0, min(_SAMPLES, count))
     fields = {f"order of {split}": listed(str(index) for index in (first if base is None else base[first]))}
     fields[f"own order of {split}"] = "0, 1, 2, ..." if base is None else digest(base.astype("<i8").tobytes())
@@ -300,10 +306,12 @@ def _content(dataset: Any, seed: int, is_late: Callable[[], bool], name: str) ->
     """A few samples, an entry each, or the reason why they cannot be compared; `name` is that of the data in errors."""
     entries: list[str] = []
     skipped, told = set[str](), 0
-    for index in _spread(len(dataset)):
+    lanes = lanes_of(dataset)  # of a stream only beginnings
+    copies = (dataset, dataset) if lanes is None else (lanes.apart(), lanes.apart())
+    for index in _spread(len(dataset)) if lanes is None else lanes.indices_to_compare():
         if len(entries) > 1 and is_late():
             break
-        first, second = (_read(dataset, index, seed, name) for _ in range(2))
+        first, second = (_read(copy, index, seed, name) for copy in copies)
         entry = f"sample {index}: {first.text()}"
         if not is_same_sample(entry, f"sample {index}: {second.text()}"):
             return f"{NOT_COMPARED}: sample {index} differed when it was read again with the same seed"

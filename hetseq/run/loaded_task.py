@@ -17,6 +17,7 @@ import torch
 from hetseq import registry
 from hetseq.config.sections import Config, DataConfig
 from hetseq.data.fetch import TRAINING_DATA, seed_everything
+from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
 from hetseq.parallel.replica import batch_norms, check_model
@@ -64,7 +65,7 @@ class LoadedTask:
     @functools.cached_property
     def task_state(self) -> TaskState:
         """The values that the task keeps between steps, for all generations of the run."""
-        return TaskState(self.task)
+        return TaskState(self.task, lanes_of(self.train))
 
     @functools.cached_property
     def part(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hetseq.config.sections import Config, DistributedConfig, ValidationConfig
 from hetseq.data.fetch import base_order
+from hetseq.data.lanes import lanes_of
 from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
 from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
@@ -22,24 +23,36 @@ from hetseq.task import lengths_of, weights_of
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.validation import Validator
 
+_NEVER = 10**9  # the epoch from which on samples are shuffled
+
 
 def planner_of(
     config: Config, material: LoadedTask, batch: GlobalBatch, assign: Assign, shards: Shards | None = None
 ) -> Planner:
     """The plan of a run over its training data; this rank may have one shard of several.
 
-    Raises ConfigError if lengths are needed and the data set has none.
+    Raises ConfigError if lengths are needed and the data set has none, and for options that lanes do not have.
     """
     dataset, loop = material.train, material.own_loop
+    lanes, curriculum = lanes_of(dataset), config.data.curriculum
+    if lanes is not None:
+        if config.data.shuffle_block is not None:
+            raise ConfigError(
+                f"--shuffle-block {config.data.shuffle_block}: the training data are Lanes, which keep an order of"
+                " their own: leave it out, and give Lanes a window to shuffle in"
+            )
+        curriculum = _NEVER
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --batch-size") if counts_tokens else None
     _check_longest(dataset, config.data.max_tokens)
+    if lanes is not None:
+        lanes.bind(batch.sample_limit)
     return Planner(
         len(dataset) if shards is None else shards.total,
         config.task.seed,
         batch,
         assign,
-        config.data.curriculum,
+        curriculum,
         lengths,
         config.data.unit_size or 1,
         config.data.shuffle_block,

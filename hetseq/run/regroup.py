@@ -112,6 +112,7 @@ def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sha
     faults.point("transfer")
     if succession.record.fresh:
         state = _send_state(succession, replica, provenance, sharing, state)
+    replica.task_state.share(sharing.whole)
     due = PendingWork(**told["due"]) if told["due"] is not None else None
     # validation finds the new value again
     state.best = told["best_in_state"] if due is None else due.best

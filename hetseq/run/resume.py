@@ -35,6 +35,7 @@ from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
+from hetseq.parallel.task_state import without_place
 from hetseq.run.checkpointing import STATE_VERSION, Provenance, Saver, read_state, saved_batch
 from hetseq.run.recipe import changes
 from hetseq.run.state_transfer import complete_rows, send_checkpoint
@@ -358,6 +359,8 @@ def resume(
     state = read_state(saved)
     replica.task_state.step = loaded.identity.step
     if "task_state" in saved:  # not written before 2026-11
+        if "dataloader" in resets:
+            saved = {**saved, "task_state": without_place(saved["task_state"])}
         if "meters" in resets:
             _say_what_the_task_forgets(saved["task_state"])
         else:
@@ -481,9 +484,12 @@ def _in_words(batch: GlobalBatch) -> str:
     return " or ".join(part for part in parts if part) + freq
 
 
+_LANES_GIVEN = "give hetseq.Lanes the same lanes, length, window and seed, and no Lanes where there were none"
+
+
 def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[str]) -> None:
     """Raise CheckpointMismatch if the checkpoint belongs to a run with another result."""
-    saved = {"shuffle_block": None, "parts": None, **saved}  # older checkpoints have neither
+    saved = {"shuffle_block": None, "parts": None, "lanes": None, **saved}  # older checkpoints have none of these
     if saved.get("vocabulary") is None or here.vocabulary is None:
         saved["vocabulary"] = here.vocabulary  # one of the two is unknown
     anew = ", or begin the data anew: --reset-dataloader"
@@ -501,6 +507,7 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
         ("split", resets_data, f"give --train-subset {saved['split']}{anew}"),
         ("parts", resets_data, f"{_parts_given(saved)}{anew}"),
         ("samples", resets_data, f"give the same --data{anew}"),
+        ("lanes", resets_data, f"{_LANES_GIVEN}{anew}"),
         ("curriculum", resets_data, f"give --curriculum {saved['curriculum']}{anew}"),
         ("unit_size", resets_data, f"{_given(saved, 'unit_size')}{anew}"),
         ("shuffle_block", resets_data, f"{_given(saved, 'shuffle_block')}{anew}"),

@@ -237,6 +237,21 @@ def test_an_older_checkpoint_was_not_shuffled_in_blocks() -> None:
         check_provenance(saved, dataclasses.replace(here, shuffle_block=4), [])
 
 
+def test_the_order_of_lanes_must_stay() -> None:
+    here = Provenance("Line", "SGD", 1, "train", 40, 0, "fp64", GlobalBatch(8), lanes="4 lanes, window 1")
+    saved = describe(TrainingState(), here, None)
+    for other in (None, "8 lanes, window 1"):
+        changed = dataclasses.replace(here, lanes=other)
+        with pytest.raises(
+            CheckpointMismatch, match=r"lanes 4 lanes, window 1, this command says .*: give hetseq.Lanes"
+        ):
+            check_provenance(saved, changed, [])
+        check_provenance(saved, changed, ["dataloader"])
+    del saved["lanes"]  # saved by an older version
+    with pytest.raises(CheckpointMismatch, match="lanes None, this command says 4 lanes"):
+        check_provenance(saved, here, [])
+
+
 def test_vocabularies_are_compared_where_both_are_known() -> None:
     here = Provenance("Line", "SGD", 1, "train", 40, 0, "fp64", GlobalBatch(8))
     known = dataclasses.replace(here, vocabulary="one")

@@ -22,7 +22,7 @@ from hetseq.checkpoint import CheckpointManager, Identity, Loaded
 from hetseq.checkpoint import sync_save as saving
 from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import directory_groups as sharing_module
-from hetseq.comm.directory_groups import everything_shared, send_bytes, send_tensor, share
+from hetseq.comm.directory_groups import everything_shared, gather_texts, send_bytes, send_tensor, share
 from hetseq.comm.group import Group
 from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
@@ -588,3 +588,11 @@ def test_parts_that_are_no_partition() -> None:
     for told in run_ranks(refuse_parts, 2, [*wrong, APART, ()]):
         assert all(f"{parts} of 2 ranks: expected every rank once" in line for parts, line in zip(wrong, told))
         assert told[len(wrong) :] == ["", ""]
+
+
+def gather_some(group: Group) -> tuple[list[str], list[str]]:
+    return gather_texts(group, "ä" * group.rank), gather_texts(group, "")
+
+
+def test_texts_of_different_lengths_reach_every_rank() -> None:
+    assert run_ranks(gather_some, 3) == [(["", "ä", "ää"], ["", "", ""])] * 3

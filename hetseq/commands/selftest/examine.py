@@ -28,6 +28,7 @@ from hetseq.commands.selftest.other_process import Answer, of_processes, present
 from hetseq.commands.selftest.splits import Cut, random_cut, singles, whole
 from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
+from hetseq.data.lanes import lanes_of
 from hetseq.data.plan import epoch_order
 from hetseq.errors import TaskError
 from hetseq.monitor.progress_bar import bar
@@ -57,9 +58,8 @@ def examine(config: Config, *, rounds: int, samples: int, other: Answer | None =
     task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     dataset = load_split(task, config.data.train_subset)
     collate, seed = collater_of(task, dataset), config.task.seed
-    order = epoch_order(
-        len(dataset), seed=seed, epoch=1, shuffle=config.data.curriculum < 1, block=config.data.shuffle_block
-    )
+    is_shuffled = config.data.curriculum < 1 and lanes_of(dataset) is None
+    order = epoch_order(len(dataset), seed=seed, epoch=1, shuffle=is_shuffled, block=config.data.shuffle_block)
     reader = Reader(dataset, collate, order, seed=seed)
     report = SelftestReport(
         type(task).__name__, min(samples, len(dataset)), len(dataset), rounds, "fp64", 0.0, str(device)

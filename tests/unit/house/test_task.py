@@ -235,7 +235,7 @@ def test_a_split_is_returned_or_kept_in_datasets() -> None:
 
 @pytest.mark.parametrize(
     ("split", "kind", "reason"),
-    [([], MissingSplitError, "without samples"), (7, TaskFileError, "gave a int, expected __len__")],
+    [([], MissingSplitError, "without samples"), (7, TaskFileError, "gave a int: expected a data set with __len__")],
 )
 def test_what_is_no_data_set_is_refused(split: Any, kind: type[HetSeqError], reason: str) -> None:
     message = said(kind, load_split, own(split=split), "train")

@@ -136,7 +136,7 @@ def test_an_export_of_tied_weights_fits_the_class_it_was_trained_with(tmp_path: 
         ("TwoOptimizers", r"TwoOptimizers\.build_optimizer returned 2 optimizers in a list: expected one\. Give one"),
         ("ForeignOptimizer", r"build_optimizer returned a \S+Momentum: expected a torch\.optim\.Optimizer"),
         ("LazyModel", r"0\.weight has no shape yet because its module is lazy: give the module its sizes"),
-        ("Streaming", r"gave a Stream, expected __len__ and __getitem__.* list"),
+        ("Streaming", r"gave a Stream, which has no index: wrap it in hetseq\.Lanes"),
     ],
 )
 def test_what_is_no_optimizer_model_or_data_set_is_named_with_a_way_out(tmp_path: Path, port: str, said: str) -> None:
