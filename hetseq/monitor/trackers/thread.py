@@ -98,7 +98,7 @@ class TrackerThread:
         """Wait for the end, until `deadline_s` of the monotonic clock at most."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            logger.warning("tracker %s does not end: the next start sends it the last rows", self._name)
+            logger.warning("tracker %s does not end: it may lack the last rows until the next start", self._name)
 
     def _run(self) -> None:
         pause_s, is_last = 0.0, False
@@ -109,6 +109,7 @@ class TrackerThread:
                 else:
                     self._wakeup.wait_for(lambda: self._is_woken or self._is_closing, _IDLE_S)
                 self._is_woken, is_last = False, self._is_closing
+            self._is_busy = False
             try:
                 self._is_busy, pause_s = not self._source.deliver(self._tracker), 0.0
             except (Exception, SystemExit) as error:  # of any library, or of a user's own class

@@ -1,4 +1,4 @@
-"""A tracker of a user's own, which keeps rows in memory and writes them three at a time, as real ones do."""
+"""A tracker of a user's own, which keeps rows in memory and writes them four at a time, as real ones do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LineTracker:
 
     def row(self, row: dict[str, Any]) -> None:
         self._rows.append(json.dumps(row) + "\n")
-        if len(self._rows) == 3:
+        if len(self._rows) == 4:
             self._write()
 
     def _write(self) -> None:
