@@ -16,17 +16,18 @@ from hetseq.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrackerKind:
-    """A known tracker: the module that its package provides, the keys it takes, and those it cannot do without."""
+    """A known tracker: its module and package, the keys it takes, and the keys it needs."""
 
     module: str
+    package: str  # for pip, with the oldest version that is known to work
     keys: tuple[str, ...]
     needed: tuple[str, ...] = ()
 
 
 KINDS: Mapping[str, TrackerKind] = {
-    "wandb": TrackerKind("wandb", ("project", "entity", "name", "group"), ("project",)),
-    "mlflow": TrackerKind("mlflow", ("uri", "experiment", "name"), ("experiment",)),
-    "trackio": TrackerKind("trackio", ("project", "name", "space_id"), ("project",)),
+    "wandb": TrackerKind("wandb", "wandb>=0.31", ("project", "entity", "name", "group"), ("project",)),
+    "mlflow": TrackerKind("mlflow", "mlflow-skinny>=3", ("uri", "experiment", "name"), ("experiment",)),
+    "trackio": TrackerKind("trackio", "trackio>=0.40", ("project", "name", "space_id"), ("project",)),
 }
 
 
@@ -63,7 +64,7 @@ def check_packages(specs: Iterable[TrackerSpec]) -> None:
         if spec.name and importlib.util.find_spec(KINDS[spec.name].module) is None:
             raise ConfigError(
                 f"--tracker {spec.text}: the package {KINDS[spec.name].module} is not installed here; install it with"
-                f" pip install 'hetseq[{spec.name}]', or leave the tracker out"
+                f" pip install '{KINDS[spec.name].package}', or leave the tracker out"
             )
 
 

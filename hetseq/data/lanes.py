@@ -53,8 +53,8 @@ class Lanes(Dataset[Any]):
     `run.steps` changes nothing.
 
     `window` shuffles within a lane: each `window` records that follow one another are read together, held in memory,
-    and given in an order that `seed`, epoch and lane determine. 1, the default, keeps the order of the lane. `seed` is
-    also that of the random numbers that a source draws.
+    and given in an order that `seed`, epoch and lane determine. 1, the default, keeps the order of the lane. `seed`
+    also seeds the random numbers that a source draws.
 
     A reader with `state_dict` (JSON values) and `load_state_dict` is asked for its state now and then; checkpoints hold
     these cursors. A lane that changes hands, or a run that resumes, then continues near its place; without them the
@@ -103,7 +103,7 @@ class Lanes(Dataset[Any]):
         return record
 
     def set_epoch(self, epoch: int) -> None:
-        """From now on records are those of this epoch, from 1. The loader calls it."""
+        """From now on read the records of this epoch, from 1. The loader calls it."""
         self._epoch = epoch
         for key in [key for key in self._readers if key[0] < epoch - 1]:
             del self._readers[key]

@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         W = (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(rows, columns)) * O
 
     NS is five Newton-Schulz iterations, see `orthogonal`. The factor 0.2 * sqrt(max(rows, columns)) gives updates the
-    size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so `lr` and `weight_decay` are those of AdamW in every group.
+    size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so `lr` and `weight_decay` are chosen as for AdamW everywhere.
     It is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, which computes NS in bfloat16.
 
     State per parameter: `momentum_buffer` (M), in other groups that of AdamW. Every rank computes the whole update.

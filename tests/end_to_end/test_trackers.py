@@ -149,7 +149,7 @@ def test_a_missing_package_is_an_error_before_anything_is_started(tmp_path: Path
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert finished.code == 2
-    assert "install it with pip install 'hetseq[wandb]'" in finished.err
+    assert "install it with pip install 'wandb>=0.31'" in finished.err
     assert not (tmp_path / "run").exists()
 
 
