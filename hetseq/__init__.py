@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         RendezvousError,
         TaskError,
     )
+    from hetseq.integrations.hf_trainer import HetSeqTrainer
     from hetseq.launch.script_worker import start
     from hetseq.loop.run import Run
     from hetseq.loop.step import Step
@@ -45,6 +46,7 @@ _HOMES = {
     "DataError": "errors",
     "HetSeqError": "errors",
     "HetSeqReader": "checkpoint.dcp",
+    "HetSeqTrainer": "integrations.hf_trainer",
     "MissingSplitError": "errors",
     "OptimizationConfig": "config.sections",
     "RecordedRun": "monitor.report.recorded",
@@ -73,6 +75,7 @@ __all__ = [
     "DataError",
     "HetSeqError",
     "HetSeqReader",
+    "HetSeqTrainer",
     "MissingSplitError",
     "OptimizationConfig",
     "RecordedRun",
