@@ -49,6 +49,8 @@ _REFUSED: dict[str, str] = {
     "include_tokens_per_second": "metrics.jsonl of the run directory has the speed: leave it out",
     "enable_jit_checkpoint": "HetSeq saves when a job is told to end: leave it out",
 }
+#: methods of the Trainer that HetSeq's step replaces, and where to say it instead
+_NOT_CALLED = {"training_step": "compute_loss", "get_batch_samples": "count_items"}
 _INSIDE_BACKWARD = ("lomo", "layerwise")  # optimizers that update there
 
 
@@ -143,6 +145,9 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = loader
+        for name, instead in _NOT_CALLED.items():
+            if getattr(type(self), name) is not getattr(_trainer.Trainer, name):
+                raise hetseq.TaskError(f"{type(self).__name__}.{name} would not be called: override {instead}")
         for callback in handler.callbacks:
             if type(callback).on_substep_end is not _callback.TrainerCallback.on_substep_end:
                 raise hetseq.TaskError(

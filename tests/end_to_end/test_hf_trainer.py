@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command, start_command
 from tests.support.hf_trainer import (
     courses,
@@ -24,6 +25,7 @@ from tests.support.hf_trainer import (
     result,
     train_alone,
     train_ranks,
+    version,
 )
 from tests.support.nightly import nightly
 
@@ -44,14 +46,19 @@ LONG = {**ALL, "num_train_epochs": 12, "pace_s": 1.0}  # a rank that was killed 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("GPT-2", ALL),
     ("a model without num_items_in_batch", {"model": "tagger", "max_steps": 13}),
-    ("compute_loss_func", {"by_function": True, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0}),
 ]
 MORE = [
+    ("compute_loss_func", {"by_function": True, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0}),
     ("no labels", {"model": "quiet"}),
     ("compute_metrics", {"metrics": True, "eval_strategy": "epoch", "lr_scheduler_type": "reduce_lr_on_plateau",
                          "metric_for_best_model": "accuracy"}),
     ("dropped last batch", {"dataloader_drop_last": True, "data_seed": 5, "num_train_epochs": 1.5}),
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    forked.warm_up()
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +73,17 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("name", "settings"), [*CASES, *nightly(*MORE, is_many=True)])
-def test_one_rank_is_the_trainer_to_the_last_digits(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    trainer, ours = tmp_path / "trainer", tmp_path / "ours"
+def test_one_rank_is_the_trainer_to_the_last_digits(
+    name: str, settings: dict[str, Any], trainers: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer, ours = trainers["all"] if settings is ALL else tmp_path / "trainer", tmp_path / "ours"
     for folder, kind in ((trainer, "Trainer"), (ours, "HetSeqTrainer")):
-        done = train_alone(folder, kind, settings)
-        assert done.code == 0, done.err
+        if not folder.exists():
+            done = train_alone(folder, kind, settings)
+            assert done.code == 0, done.err
     found = losses(ours / "HetSeqTrainer" / "hetseq")
     apart = farthest(losses_of_trainer(trainer, settings.get("gradient_accumulation_steps", 1)), found)
-    print(f"{name}: {len(found)} steps, loss {apart:.1e} from the Trainer's")
+    print(f"{name}: {len(found)} steps, loss {apart:.1e} from the Trainer's, {version(ours)}")
     assert apart <= 1e-12
     (theirs,), (mine,) = courses(trainer), courses(ours)
     assert events(mine) == events(theirs)
@@ -88,7 +98,7 @@ def test_unequal_ranks_give_the_course_of_the_trainer(trainers: dict[str, Path],
     done = train_ranks(tmp_path, ALL, *THREE)
     assert done.code == 0, done.err
     apart = farthest(losses_of_trainer(trainers["all"], 2), losses(tmp_path / "run"))
-    print(f"3 unequal ranks: loss {apart:.1e} from the Trainer's")
+    print(f"3 unequal ranks: loss {apart:.1e} from the Trainer's, {version(tmp_path)}")
     assert apart <= 1e-11
     (theirs,), ours = courses(trainers["all"]), courses(tmp_path)
     assert [events(course) for course in ours] == [events(theirs)] * 3
@@ -111,7 +121,7 @@ def test_a_rank_that_is_killed_and_comes_back_changes_nothing(
     assert done.code == 0, done.err
     assert re.search(r"is back: 3 ranks continue after step", done.err), done.err
     apart = farthest(losses_of_trainer(trainers["long"], 2), losses(tmp_path / "run"))
-    print(f"{event}: loss {apart:.1e} from the Trainer's")
+    print(f"{event}: loss {apart:.1e} from the Trainer's, {version(tmp_path)}")
     assert apart <= 1e-11
     (theirs,), ours = courses(trainers["long"]), courses(tmp_path)
     assert len(ours) == 4
@@ -131,9 +141,11 @@ def test_early_stopping_ends_at_the_step_of_the_trainer_with_its_best_model(tmp_
     done = train_ranks(ours, EARLY, *THREE)
     assert done.code == 0, done.err
     one, other = result(trainer, "Trainer"), result(ours, "HetSeqTrainer")
+    apart = farthest(one["weights"], other["weights"])
+    print(f"early stopping after step {other['steps']}: weights {apart:.1e} from the Trainer's, {version(ours)}")
     assert 8 < other["steps"] == one["steps"] < 160
     assert other["best"] == pytest.approx(one["best"], abs=1e-11)
-    assert farthest(one["weights"], other["weights"]) <= 1e-10, "the best model is loaded"
+    assert apart <= 1e-10, "the best model is loaded"  # 3.4e-12: Adam divides by small numbers in 32 steps
     folders = [sorted(path.name for path in (folder / kind).glob("checkpoint-*"))
                for folder, kind in ((trainer, "Trainer"), (ours, "HetSeqTrainer"))]  # fmt: skip
     assert folders[0] == folders[1]
@@ -148,14 +160,16 @@ def test_a_killed_launcher_resumes_on_another_world(trainers: dict[str, Path], t
     settings = {**LONG, "pace_s": 0.2, "resume": True}
     first = {key: value for key, value in settings.items() if key != "resume"}
     words = ("--save-interval-updates", 3)
-    with start_command(ranks_words(tmp_path, first, *THREE, *words), program=HETSEQ) as command:
+    with start_command(ranks_words(tmp_path, first, *THREE, *words), program=HETSEQ, is_cold=False) as command:
         command.wait_for_step(tmp_path / "run", 8)
         os.killpg(command.pid, signal.SIGKILL)
         command.wait()
     done = train_ranks(tmp_path, settings, "--ranks", 2, "--balance", "3,1", *words)
     assert done.code == 0, done.err
     assert "resuming after step" in done.err
-    assert farthest(losses_of_trainer(trainers["long"], 2), losses(tmp_path / "run")) <= 1e-11
+    apart = farthest(losses_of_trainer(trainers["long"], 2), losses(tmp_path / "run"))
+    print(f"resumed on 2 ranks: loss {apart:.1e} from the Trainer's, {version(tmp_path)}")
+    assert apart <= 1e-11
     (theirs,) = courses(trainers["long"])
     assert max(farthest_numbers(theirs, course) for course in courses(tmp_path)) <= 1e-11
     entries = [[entry["step"] for entry in result(*of)["history"]]
@@ -163,10 +177,23 @@ def test_a_killed_launcher_resumes_on_another_world(trainers: dict[str, Path], t
     assert entries[0] == entries[1]
 
 
-def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    done = train_alone(tmp_path, "HetSeqTrainer", {"resume": True})
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"resume": True}, r"resume_from_checkpoint=...\): the run directory has no checkpoint"),
+        ({"wrong": "count_items", "model": "tagger", "data_seed": 5}, r"the loss depends on how a step is cut"),
+        *nightly(
+            ({"wrong": "get_batch_samples"}, r"Watched.get_batch_samples would not be called: override count_items"),
+            ({"wrong": "on_substep_end"}, r"Notes.on_substep_end would not be called, since HetSeq cuts a step"),
+            ({"wrong": "stream", "max_steps": 3}, r"got a Stream as its data, which has no index"),
+            is_many=True,
+        ),
+    ],
+)
+def test_what_would_be_silent_or_inexact_is_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    done = train_alone(tmp_path, "HetSeqTrainer", settings)
     assert done.code == 1
-    assert "resume_from_checkpoint=...): the run directory has no checkpoint" in done.err
+    assert re.search(told, done.err), done.err
 
 
 def test_the_example_of_the_manual_runs_on_one_rank_and_on_two(tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ def train_alone(folder: Path, kind: str, settings: Settings) -> Finished:
 def train_ranks(folder: Path, settings: Settings, *options: object, event: str = "") -> Finished:
     """`hetseq run` of the script with HetSeqTrainer."""
     folder.mkdir(exist_ok=True)
-    return run_command(ranks_words(folder, settings, *options, event=event), program=HETSEQ, timeout_s=180)
+    return run_command(
+        ranks_words(folder, settings, *options, event=event), program=HETSEQ, timeout_s=180, is_cold=False
+    )
 
 
 def ranks_words(folder: Path, settings: Settings, *options: object, event: str = "") -> list[str]:
@@ -44,6 +46,11 @@ def result(folder: Path, kind: str) -> dict[str, Any]:
     """What the first rank has written behind the training."""
     found: dict[str, Any] = json.loads((folder / f"{kind}.json").read_text())
     return found
+
+
+def version(folder: Path) -> str:
+    """Which transformers trained with HetSeqTrainer."""
+    return f"transformers {result(folder, 'HetSeqTrainer')['version']}"
 
 
 def losses_of_trainer(folder: Path, accumulation: int) -> list[float]:

@@ -18,6 +18,7 @@ import torch
 
 sys.path[:0] = filter(None, [os.environ.get("HETSEQ_TEST_TRANSFORMERS")])  # a folder with another version
 
+import transformers  # noqa: E402
 from transformers import (  # noqa: E402
     EarlyStoppingCallback,
     GPT2Config,
@@ -29,6 +30,7 @@ from transformers import (  # noqa: E402
 )
 
 FOLDER, KIND, SETTINGS = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+WRONG = SETTINGS.pop("wrong", "")
 EVENT = sys.argv[4] if len(sys.argv) > 4 else ""
 if KIND == "HetSeqTrainer":
     from hetseq import HetSeqTrainer as Trainer
@@ -49,6 +51,13 @@ class Sentences(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": self.words[index], "labels": self.labels[index]}
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples without numbers."""
+
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 def happen(place: str, step: int) -> None:
@@ -92,6 +101,11 @@ class Notes(TrainerCallback):
         if (FOLDER / "happened").exists() and len(list(FOLDER.glob("course-*"))) < 4:
             time.sleep(pace_s)  # the run is to last until the lost rank is back
 
+    if WRONG == "on_substep_end":
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.note("substep end", state)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
         self.note("log", state)
 
@@ -121,14 +135,26 @@ class Watched(Trainer):  # type: ignore[misc]
 
     losses: list[float]
 
-    def training_step(self, *args: Any, **named: Any) -> Any:
-        loss = super().training_step(*args, **named)
-        self.losses.append(float(loss.detach()))
-        return loss
+    if KIND == "Trainer":
+
+        def training_step(self, *args: Any, **named: Any) -> Any:
+            loss = super().training_step(*args, **named)
+            self.losses.append(float(loss.detach()))
+            return loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
         happen("body" if model.training else "evaluate", self.state.global_step + model.training)
         return super().compute_loss(model, inputs, *args, **named)
+
+    if WRONG == "count_items":
+
+        def count_items(self, inputs: Any) -> None:
+            """Samples, though the loss is a mean over labels."""
+
+    if WRONG == "get_batch_samples":
+
+        def get_batch_samples(self, *args: Any) -> Any:
+            return super().get_batch_samples(*args)
 
 
 class Tagger(torch.nn.Module):
@@ -180,7 +206,7 @@ patience, threshold = SETTINGS.pop("patience", None), SETTINGS.pop("threshold", 
 resume, pace_s = SETTINGS.pop("resume", None), SETTINGS.pop("pace_s", 0.0)
 more: dict[str, Any] = {"compute_loss_func": by_function} if SETTINGS.pop("by_function", False) else {}
 more |= {"compute_metrics": accuracy} if SETTINGS.pop("metrics", False) else {}
-train, valid = Sentences(75, 1), Sentences(22, 2)
+train, valid = (Stream() if WRONG == "stream" else Sentences(75, 1)), Sentences(22, 2)
 args = TrainingArguments(
     output_dir=str(FOLDER / KIND), report_to=[], use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
     **{"per_device_train_batch_size": 10, "num_train_epochs": 3, "learning_rate": 0.01, "seed": 7, "logging_steps": 2,
@@ -196,7 +222,7 @@ found = trainer.evaluate().get("eval_loss")
 if trainer.is_world_process_zero():
     (FOLDER / f"{KIND}.json").write_text(
         json.dumps({"losses": trainer.losses, "history": trainer.state.log_history, "steps": output.global_step,
-                    "train_loss": output.training_loss, "eval_loss": found, "best": trainer.state.best_metric,
+                    "version": transformers.__version__, "eval_loss": found, "best": trainer.state.best_metric,
                     "weights": [float(value.detach().double().sum()) for value in model.parameters()]})
     )  # fmt: skip
 trainer.save_model(str(FOLDER / f"saved-{KIND}"))
