@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RendezvousError,
         TaskError,
     )
+    from hetseq.integrations.hf_trainer import HetSeqTrainer as HetSeqTrainer
     from hetseq.launch.script_worker import start
     from hetseq.loop.run import Run
     from hetseq.loop.step import Step
@@ -48,6 +49,7 @@ _HOMES = {
     "DataError": "errors",
     "HetSeqError": "errors",
     "HetSeqReader": "checkpoint.dcp",
+    "HetSeqTrainer": "integrations.hf_trainer",
     "Lanes": "data.lanes",
     "MissingSplitError": "errors",
     "Muon": "training.muon",
@@ -69,6 +71,7 @@ _HOMES = {
     "register_task": "registry",
 }
 
+#: HetSeqTrainer has a home too, and is no part of `import *`: it needs transformers
 __all__ = [
     "CheckpointError",
     "CheckpointManager",

@@ -148,7 +148,22 @@ def run_script(
         return _report_of(process.run) or {"code": EXIT_FAILED, "message": _why_unfinished(process)}
 
 
+#: by which libraries of a script would take this process for a rank of another launcher, and form groups of their own
+_OF_OTHER_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+)
+_OF_MPI = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
+
+
 def _execute(job: ScriptJob) -> None:
+    for name in [name for name in os.environ if name in _OF_OTHER_LAUNCHERS or name.startswith(_OF_MPI)]:
+        del os.environ[name]
     sys.argv = [job.script, *job.arguments]
     if job.is_module:
         sys.path.insert(0, os.getcwd())

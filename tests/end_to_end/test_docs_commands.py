@@ -31,6 +31,7 @@ SHOWN_ELSEWHERE = {
     "docs/concepts/compared.md": "test_migration",
     "docs/guides/fault-tolerance.md": "tests/tour.py",
     "docs/guides/doctor.md": "test_doctors",
+    "docs/guides/hf-trainer.md": "test_hf_trainer",
 }
 
 #: a run directory of real data, by its name in the manual

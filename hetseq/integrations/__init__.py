@@ -1,0 +1,1 @@
+"""Training loops of other libraries, driven by HetSeq through its public names."""
