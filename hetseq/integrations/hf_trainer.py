@@ -35,7 +35,8 @@ _modeling: Any = importlib.import_module("transformers.models.auto.modeling_auto
 _utils: Any = importlib.import_module("transformers.trainer_utils")
 
 _IGNORED_LABEL = -100
-#: of TrainerState: what is this rank's own, or has another form in `_Progress`
+_CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
+#: fields of TrainerState that belong to this rank, or have another form in `_Progress`
 _NOT_SHARED = {
     "is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history", "trial_name", "trial_params",
 }  # fmt: skip
@@ -59,7 +60,7 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
 
     Takes what `transformers.Trainer` takes; the script is started by `hetseq run`, or by python as one rank. The global
     batch is per_device_train_batch_size * gradient_accumulation_steps samples, whatever the ranks, in the order of the
-    Trainer's sampler. Every rank runs the script. Checkpoints to resume from are those of the run directory
+    Trainer's sampler. Every rank runs the script. It resumes from the checkpoints of the run directory
     (`hetseq run --save-dir`; without a launcher output_dir/hetseq); folders checkpoint-N are written by the first rank.
     Raises ConfigError for arguments that ask for another way of dividing the training.
     """
@@ -117,6 +118,7 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
         for step in self._run.steps(
             data, global_batch_size=size, max_epoch=math.ceil(max_steps / in_epoch), max_steps=max_steps,
             collate=_Counted(self, loader.collate_fn), shuffle=False,
+            clip_norm=self.args.max_grad_norm or 0.0, clip_epsilon=_CLIP_EPSILON,
         ):  # fmt: skip
             self._begin()
             if step.epoch != epoch:
@@ -160,7 +162,7 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
             self.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs
             )
-        self.optimizer.register_step_pre_hook(self._before_update)
+        self.optimizer.register_step_pre_hook(lambda *_: self._fire("on_pre_optimizer_step"))
         self.optimizer.register_step_post_hook(lambda *_: self._fire("on_optimizer_step"))
         self._run.own(
             model=self.model, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, trainer=_Progress(self)
@@ -190,12 +192,6 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
             loss = self.compute_loss(self.model, inputs, num_items_in_batch=items)
         number = samples if count is None else count
         step.backward(loss * number, count=number)
-
-    def _before_update(self, *_: Any) -> None:
-        """Clip as torch does, which adds 1e-6 to the norm; the gradient is that of the step, on every rank."""
-        if self.args.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-        self._fire("on_pre_optimizer_step")
 
     def _end_step(self, step: hetseq.Step, in_epoch: int, ignore_keys: Any) -> None:
         """What the Trainer does after an update."""
@@ -423,7 +419,7 @@ def _refuse(args: Any) -> None:
 
 
 def _precision_of(args: Any, model: Any) -> str | None:
-    """HetSeq's precision: that of the arguments, else that of the weights."""
+    """HetSeq's precision, as the arguments say, or else the weights."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
     kind = getattr(model, "dtype", None) or next((value.dtype for value in model.parameters()), None) if model else None

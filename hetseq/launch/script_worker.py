@@ -1,7 +1,8 @@
 """A rank whose training loop is a script of the user's own: `hetseq.start`, and the workers of `hetseq run`.
 
 The script is run as Python runs a program: `sys.argv`, the folder of the script first on `sys.path`, `__name__` and
-`__file__`. It meets the run in `start`, and its exit code is that of the rank unless the run has a report.
+`__file__`. It meets the run in `start`, and its exit code becomes the exit code of the rank unless the run has a
+report.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from hetseq.monitor.trackers.protocol import Tracker
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import is_exhausted
 from hetseq.system.rank_phase import Cell
+from hetseq.system.started_by import forget_other_launchers
 from hetseq.system.task_failure import summary, trace_of
 
 logger = logging.getLogger(__name__)
@@ -53,9 +55,9 @@ def start(
 ) -> Run:  # fmt: skip
     """Take part in the run that `hetseq run` has started this script for, or be a run of one rank.
 
-    `save_dir` is the run directory (`python script.py` without one writes nothing), `seed` that of the sample order and
-    of random numbers, `precision` as `--precision`: fp64, fp32, tf32, bf16 or fp16. What the command line of `hetseq
-    run` says comes first. `trackers`, as in `["wandb:project=digits", MyTracker()]`, come beside those of `--tracker`.
+    `save_dir` is the run directory (`python script.py` without one writes nothing), `seed` determines the sample order
+    and random numbers, `precision` as `--precision`: fp64, fp32, tf32, bf16 or fp16. What the command line of `hetseq
+    run` says comes first. `trackers`, as in `["wandb:project=digits", MyTracker()]`, come beside those of --tracker.
     Seeds torch, NumPy and Python. Every rank calls it, once, before it builds its model. In a notebook a second call
     ends the run before it; in a program `run.close()` does, if there is no launcher. Raises TaskError for another
     second call, and ConfigError.
@@ -148,22 +150,8 @@ def run_script(
         return _report_of(process.run) or {"code": EXIT_FAILED, "message": _why_unfinished(process)}
 
 
-#: by which libraries of a script would take this process for a rank of another launcher, and form groups of their own
-_OF_OTHER_LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-)
-_OF_MPI = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
-
-
 def _execute(job: ScriptJob) -> None:
-    for name in [name for name in os.environ if name in _OF_OTHER_LAUNCHERS or name.startswith(_OF_MPI)]:
-        del os.environ[name]
+    forget_other_launchers()
     sys.argv = [job.script, *job.arguments]
     if job.is_module:
         sys.path.insert(0, os.getcwd())

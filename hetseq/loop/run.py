@@ -156,6 +156,7 @@ class Run:
         metrics: Sequence[str] = (),
         phases: int = 1,
         clip_norm: float = 0.0,
+        clip_epsilon: float = 0.0,
         shuffle: bool = True,
     ) -> Iterator[Step]:
         """Each step of the run once, from where it stands: a resumed run and a rank that joins begin there.
@@ -163,17 +164,18 @@ class Run:
         `data` has `__len__` and `__getitem__`; `global_batch_size` is in samples over all ranks, and the last step of
         an epoch may be smaller. The loop ends after `max_epoch` epochs or `max_steps` applied steps, the first to come,
         or when every rank leaves it by `break`, or after `stop`. `clip_norm` limits the L2 norm of the gradient (0: no
-        limit). `count(batch)` gives the denominator of each loss term, from the collated batch alone: needed for
-        several terms, whose sum / count are added, each times its weight in `weights` (default: 1). `metrics` are the
-        names of what `step.add` adds. `phases` is the number of updates in a step, each with an inner loop over the
-        same samples (`step.of`). Every rank calls it alike. In a notebook a cell that was interrupted may run again,
+        limit); `clip_epsilon` is added to the norm, 1e-6 as in `torch.nn.utils.clip_grad_norm_`. `count(batch)` gives
+        the denominator of each loss term, from the collated batch alone: needed for several terms, whose sum / count
+        are added, each times its weight in `weights` (default: 1). `metrics` are the names of what `step.add` adds.
+        `phases` is the number of updates in a step, each with an inner loop over the same samples (`step.of`). Every
+        rank calls it alike. In a notebook a cell that was interrupted may run again,
         with the same arguments: it continues where it was. Raises TaskError, and SystemExit where the run ends early.
         """
         mine = self._loops = self._loops + 1
         asked = {
             "data": data, "global_batch_size": global_batch_size, "max_epoch": max_epoch, "max_steps": max_steps,
             "collate": collate, "count": count, "weights": weights, "metrics": tuple(metrics), "phases": phases,
-            "clip_norm": clip_norm, "shuffle": shuffle,
+            "clip_norm": clip_norm, "clip_epsilon": clip_epsilon, "shuffle": shuffle,
         }  # fmt: skip
         if mine > 1:
             question = self._again(asked)
@@ -182,7 +184,7 @@ class Run:
             config = self._options(
                 global_batch_size, max_epoch, max_steps and max_steps * phases, clip_norm, shuffle=shuffle
             )
-            self._begin(data, task, metrics, config)
+            self._begin(data, task, metrics, clip_epsilon, config)
             self._asked, question = asked, self._ask(None)
         while question is not None:
             assert isinstance(question, Compute), "a step that was settled before its micro-batches were given"
@@ -388,11 +390,13 @@ class Run:
             validation=replace(config.validation, disable_validation=True),
         )  # fmt: skip
 
-    def _begin(self, data: Any, task: ScriptTask, metrics: Sequence[str], config: Config) -> None:
+    def _begin(
+        self, data: Any, task: ScriptTask, metrics: Sequence[str], clip_epsilon: float, config: Config
+    ) -> None:  # fmt: skip
         self._owned.settle()
         material = material_of(
             self._name, task, data, metrics=metrics, device=self._device, precision=self._precision,
-            seed=config.task.seed, deadline_s=config.distributed.script_deadline,
+            seed=config.task.seed, deadline_s=config.distributed.script_deadline, clip_epsilon=clip_epsilon,
         )  # fmt: skip
         self._owned.guard(self._refuse)
         self._config, self._task, self._terms = config, task, material.sums

@@ -144,7 +144,7 @@ class ScriptMaterial(LoadedTask):
 
 def material_of(
     name: str, task: ScriptTask, dataset: Any, *, metrics: Sequence[str], device: torch.device, precision: Precision,
-    seed: int, deadline_s: float,
+    seed: int, deadline_s: float, clip_epsilon: float,
 ) -> ScriptMaterial:  # fmt: skip
     """The script `name` as the rest of HetSeq sees it. Raises TaskError, and errors of the data set."""
     task.__class__ = type(name, (ScriptTask,), {"__module__": ScriptTask.__module__})  # its name in messages
@@ -158,5 +158,5 @@ def material_of(
     task.weigh(terms)
     return ScriptMaterial(
         task, dataset, {}, task.owned.model(), terms.names, place_on(device, precision.storage), seed, device,
-        precision, own_loop=OwnLoop(terms.late_counts, deadline_s, task.phases), sums=terms,
+        precision, own_loop=OwnLoop(terms.late_counts, deadline_s, task.phases, clip_epsilon), sums=terms,
     )  # fmt: skip

@@ -135,7 +135,7 @@ class Step:
     def _update(
         self, made: Callable[[Setting], Pass], optimizers: Sequence[torch.optim.Optimizer] = ()
     ) -> Iterator[Any]:  # fmt: skip
-        """One transaction: what the script is given until all ranks have made the update."""
+        """One transaction: all that the script is given until all ranks have made the update."""
         mine, self._begun = self._begun, self._begun + 1
         if mine >= self._phases:
             raise TaskError(self._too_often())

@@ -321,6 +321,7 @@ def build_controller(
         recipe=Recipe(
             config.optimization, _schedule(job, start, feed) if loop is None else None,
             late_counts={} if loop is None else loop.late_counts,
+            clip_epsilon=0.0 if loop is None else loop.clip_epsilon,
         ),
         context=RankContext(
             _memory_of(material.device), job.wish, config.distributed.step_deadline,

@@ -42,6 +42,7 @@ class OwnLoop:
     late_counts: Mapping[int, int]  # term -> the later one whose sums are its count, known only after forward
     deadline_s: float  # how long the script may take between two steps
     phases: int = 1  # steps in a row over the same samples
+    clip_epsilon: float = 0.0  # see Recipe
 
 
 @dataclass(frozen=True)

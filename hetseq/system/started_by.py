@@ -1,4 +1,4 @@
-"""Which command of HetSeq started this one, told to the child in its environment: a user must hear less of it."""
+"""Which command started this process, as its environment says: another one of HetSeq, or another launcher."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 _NAME = "HETSEQ_STARTED_BY"
 SSH, DEMO = "ssh", "demo"
+_RANKS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+_MPI = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
 
 
 def started_by() -> str:
@@ -28,3 +30,9 @@ def starting_by(command: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[_NAME]
+
+
+def forget_other_launchers() -> None:
+    """Remove from the environment by which libraries of a script would form a process group of their own."""
+    for name in [name for name in os.environ if name in _RANKS or name.startswith(_MPI)]:
+        del os.environ[name]

@@ -147,6 +147,7 @@ class Recipe:
     #: term -> the later one whose sums are its count, known only after forward; for the first term, the gradient has
     #: been divided by the size of the step in its place
     late_counts: Mapping[int, int] = field(default_factory=dict)
+    clip_epsilon: float = 0.0  # added to the norm where it is compared with the limit and divides it
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class Controller:
         self._layout = feed.layout
         self._computer, self._boundary, self._context = computer, boundary, context
         self._config, self._learning_rate, self.late_counts = recipe.config, recipe.learning_rate, recipe.late_counts
+        self._clip_epsilon = recipe.clip_epsilon
         self._has_loss_scale = computer.precision.has_loss_scale
         self._format = RowFormat(len(self.terms), len(self.replica.reducer.used))
         self._plan = self.planner.plan(state.position)
@@ -290,10 +292,7 @@ class Controller:
         return computed(Compute(self._computer, data, counts, self.loader.fetch_again))
 
     def has_ended(self) -> bool:
-        """Whether the configured updates or epochs are done, or the learning rate has reached its minimum.
-
-        Never between steps that repeat the same samples.
-        """
+        """Whether updates or epochs are done or the learning rate is at its minimum; never amid repeated samples."""
         state, config = self.state, self._config
         if self._is_amid:
             return False
@@ -385,7 +384,7 @@ class Controller:
 
     def _clip(self, norm: float, correction: float) -> None:
         """Scale the gradient to the size in which it is applied; `norm` includes the correction."""
-        factor = correction / self._scale
+        factor, norm = correction / self._scale, norm + self._clip_epsilon
         if self._config.clip_norm and norm > self._config.clip_norm:
             factor *= self._config.clip_norm / norm
         if factor != 1:

@@ -89,7 +89,7 @@ def main():
 
     for step in run.steps(
         train_dataset, collate=default_data_collator, global_batch_size=batch_size, max_epoch=args.num_train_epochs,
-        clip_norm=args.max_grad_norm, shuffle=False,
+        clip_norm=args.max_grad_norm, clip_epsilon=1e-6, shuffle=False,
     ):  # fmt: skip
         for batch in step:
             loss, count = loss_of(model, batch), batch["labels"][:, 1:].numel()

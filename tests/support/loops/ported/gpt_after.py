@@ -84,8 +84,8 @@ def get_lr(it):
 
 
 for step in run.steps(
-    starts, collate=partial(get_batch, "train", device="cpu"), max_epoch=1, clip_norm=grad_clip, shuffle=False,
-    global_batch_size=gradient_accumulation_steps * batch_size,
+    starts, collate=partial(get_batch, "train", device="cpu"), max_epoch=1, clip_norm=grad_clip, clip_epsilon=1e-6,
+    shuffle=False, global_batch_size=gradient_accumulation_steps * batch_size,
 ):  # fmt: skip
     # the learning rate of this iteration
     iter_num = step.number
