@@ -26,7 +26,7 @@ from hetseq.loop.between import Results, together
 from hetseq.loop.check import Check
 from hetseq.loop.owned import Owned
 from hetseq.loop.refusals import refuse_data
-from hetseq.loop.script_task import Count, ScriptMaterial, ScriptTask, material_of
+from hetseq.loop.script_task import Count, LoopArguments, ScriptMaterial, ScriptTask, material_of
 from hetseq.loop.step import Step
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.run.task_hooks import Call
@@ -180,11 +180,11 @@ class Run:
         if mine > 1:
             question = self._again(asked)
         else:
-            task = ScriptTask(self._owned, collate=collate, count=count, weights=weights or {}, phases=phases)
+            loop = LoopArguments(collate, count, weights or {}, tuple(metrics), phases, clip_epsilon)
             config = self._options(
                 global_batch_size, max_epoch, max_steps and max_steps * phases, clip_norm, shuffle=shuffle
             )
-            self._begin(data, task, metrics, clip_epsilon, config)
+            self._begin(data, ScriptTask(self._owned, loop), config)
             self._asked, question = asked, self._ask(None)
         while question is not None:
             assert isinstance(question, Compute), "a step that was settled before its micro-batches were given"
@@ -390,13 +390,11 @@ class Run:
             validation=replace(config.validation, disable_validation=True),
         )  # fmt: skip
 
-    def _begin(
-        self, data: Any, task: ScriptTask, metrics: Sequence[str], clip_epsilon: float, config: Config
-    ) -> None:  # fmt: skip
+    def _begin(self, data: Any, task: ScriptTask, config: Config) -> None:
         self._owned.settle()
         material = material_of(
-            self._name, task, data, metrics=metrics, device=self._device, precision=self._precision,
-            seed=config.task.seed, deadline_s=config.distributed.script_deadline, clip_epsilon=clip_epsilon,
+            self._name, task, data, device=self._device, precision=self._precision, seed=config.task.seed,
+            deadline_s=config.distributed.script_deadline,
         )  # fmt: skip
         self._owned.guard(self._refuse)
         self._config, self._task, self._terms = config, task, material.sums

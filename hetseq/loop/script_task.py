@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -49,18 +49,27 @@ class Terms:
         return len(self.losses) + self.has_late_count + 2 * self.metrics.index(metric)
 
 
+@dataclass(frozen=True)
+class LoopArguments:
+    """What `run.steps` was given about its batches and sums."""
+
+    collate: Callable[[Any], Any]
+    count: Count | None
+    weights: Mapping[str, float]
+    metrics: tuple[str, ...]
+    phases: int
+    clip_epsilon: float
+
+
 class ScriptTask(Task):
     """The parts of a script that training, checkpoints and other ranks need. Its loss is computed by the script."""
 
-    def __init__(
-        self, owned: Owned, *, collate: Callable[[Any], Any], count: Count | None, weights: Mapping[str, float],
-        phases: int,
-    ) -> None:  # fmt: skip
-        # no arguments: a script has its own
-        self.owned, self._collate, self._count, self.phases = owned, collate, count, phases
-        if count is None and weights:
+    def __init__(self, owned: Owned, loop: LoopArguments) -> None:  # no arguments of a command: a script has its own
+        self.owned, self.loop = owned, loop
+        if loop.phases < 1:
+            raise TaskError(f"run.steps got phases={loop.phases}: expected the number of updates in a step, from 1")
+        if loop.count is None and loop.weights:
             raise TaskError("run.steps got weights= without count=: several terms need the count of each, in advance")
-        self._weights = weights
         self.has_left = False  # the script has left its loop
         self.collate_seed: int | None = None  # with it, what the collater draws begins anew
         self._numbers: dict[str, float] = {}
@@ -69,15 +78,15 @@ class ScriptTask(Task):
     def collater(self, samples: Any) -> Any:
         if self.collate_seed is not None:
             seed_everything(self.collate_seed)
-        return self._collate(samples)
+        return self.loop.collate(samples)
 
     def weigh(self, terms: Terms) -> None:
         """Give the terms of the loss their weights, and others none. Raises TaskError for a weight of no term."""
-        if unknown := sorted(set(self._weights) - set(terms.losses)):
+        if unknown := sorted(set(self.loop.weights) - set(terms.losses)):
             raise TaskError(
                 f"run.steps got weights for {', '.join(unknown)}: count= counts {', '.join(sorted(terms.losses))}"
             )
-        weights = {name: self._weights.get(name, 1.0) if name in terms.losses else 0.0 for name in terms.names}
+        weights = {name: self.loop.weights.get(name, 1.0) if name in terms.losses else 0.0 for name in terms.names}
         self.__dict__["term_weights"] = weights  # of this script, not of its class
 
     def begin_log(self) -> None:
@@ -91,10 +100,10 @@ class ScriptTask(Task):
     @property
     def counts_ahead(self) -> bool:
         """Whether the counts of a micro-batch are known before its forward."""
-        return self._count is not None
+        return self.loop.count is not None
 
     def count(self, sample: Any) -> Any:
-        return None if self._count is None else self._count(sample)
+        return None if self.loop.count is None else self.loop.count(sample)
 
     def build_optimizer(self, parameter_groups: Any) -> torch.optim.Optimizer:
         return self.owned.optimizer()
@@ -107,13 +116,13 @@ class ScriptTask(Task):
         return self.has_left
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.owned.state_dict(), "phases": self.phases}
+        return {**self.owned.state_dict(), "phases": self.loop.phases}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if (before := state.get("phases", 1)) != self.phases:
+        if (before := state.get("phases", 1)) != self.loop.phases:
             raise TaskError(
-                f"run.steps got phases={self.phases}, and the run was saved with phases={before}: its steps are counted"
-                " by phases, so begin another run"
+                f"run.steps got phases={self.loop.phases}, and the run was saved with phases={before}: its steps are"
+                " counted by phases, so begin another run"
             )
         self.owned.load_state_dict(state)
 
@@ -143,8 +152,8 @@ class ScriptMaterial(LoadedTask):
 
 
 def material_of(
-    name: str, task: ScriptTask, dataset: Any, *, metrics: Sequence[str], device: torch.device, precision: Precision,
-    seed: int, deadline_s: float, clip_epsilon: float,
+    name: str, task: ScriptTask, dataset: Any, *, device: torch.device, precision: Precision, seed: int,
+    deadline_s: float,
 ) -> ScriptMaterial:  # fmt: skip
     """The script `name` as the rest of HetSeq sees it. Raises TaskError, and errors of the data set."""
     task.__class__ = type(name, (ScriptTask,), {"__module__": ScriptTask.__module__})  # its name in messages
@@ -152,11 +161,12 @@ def material_of(
     refuse_data("run.steps", dataset)
     is_late = not task.counts_ahead
     losses = ("loss",) if is_late else tuple(counts_of(task, task.collater([dataset[0]]), 1))
-    terms = Terms(losses, is_late, tuple(metrics))
-    if len(set(terms.names)) < len(terms.names) or not all(isinstance(name, str) for name in metrics):
+    terms = Terms(losses, is_late, task.loop.metrics)
+    if len(set(terms.names)) < len(terms.names) or not all(isinstance(name, str) for name in terms.metrics):
         raise TaskError(f"run.steps got metrics={terms.metrics!r}: expected names other than {', '.join(losses)}")
     task.weigh(terms)
     return ScriptMaterial(
         task, dataset, {}, task.owned.model(), terms.names, place_on(device, precision.storage), seed, device,
-        precision, own_loop=OwnLoop(terms.late_counts, deadline_s, task.phases, clip_epsilon), sums=terms,
+        precision, sums=terms,
+        own_loop=OwnLoop(terms.late_counts, deadline_s, task.loop.phases, task.loop.clip_epsilon),
     )  # fmt: skip
