@@ -89,6 +89,8 @@ class Task:
     wants_to_stop: bool = False
     #: numbers of the step in progress for its row in `metrics.jsonl`, under `log`: `run.log` of an own loop sets them
     numbers_of_run_log: ClassVar[Mapping[str, float]] = {}
+    #: whether a run that `after_step` has ended is over for the command that resumes it
+    stays_ended: bool = True
     #: the factor on the learning rate of the coming steps; `after_step` may change it, and checkpoints hold it
     learning_rate_factor: float = 1.0
 

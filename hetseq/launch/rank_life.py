@@ -159,6 +159,11 @@ class RankLife:
         session = self.generation.session
         return () if session is None else session.controller.pace.divide(total)
 
+    def save(self) -> None:
+        """Save the state after the last update, for a rank alone whose script leaves a step."""
+        if self.generation.session is not None:
+            self.generation.session.save()
+
     def run(self) -> Engine[dict[str, Any]]:
         """Run all generations that this rank takes part in; returns its report."""
         generation = self.generation

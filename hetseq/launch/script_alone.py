@@ -17,7 +17,7 @@ import torch
 from hetseq.cluster.membership.assignment import Assignment
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
-from hetseq.errors import EXIT_FAILED
+from hetseq.errors import EXIT_FAILED, TaskError
 from hetseq.launch.launch import check_alone, local_devices
 from hetseq.launch.launcher_link import NoLauncher
 from hetseq.launch.rank_life import RankLife
@@ -40,12 +40,16 @@ class Process:
     closing: ExitStack
     name: str
     is_alone: bool = False  # it has no launcher
+    is_interactive: bool = False
     run: Run | None = None
     tell_check: Callable[[str], None] | None = None  # with it, the loop is only checked
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt: cells run again, and Ctrl-C ends a cell, not the process."""
+    """Whether this is a notebook or a prompt: cells run again, and Ctrl-C ends a cell, not the process.
+
+    While a program runs: at its exit Python has forgotten its file.
+    """
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
@@ -73,17 +77,26 @@ def open_alone(config: Config, save_dir: str | None) -> Process:
     life = RankLife(config, directory, placement, stop, NoLauncher(begin), closing, None)
     life.open_device()
     life.give_up = _end
-    return Process(config, life, torch.device(placement.device), closing, Path(script).name, is_alone=True)
+    return Process(
+        config, life, torch.device(placement.device), closing, Path(script).name, is_alone=True,
+        is_interactive=is_interactive(),
+    )  # fmt: skip
 
 
 def close_alone(process: Process) -> None:
-    """End the run: a loop that was left by `break` has its last checkpoint, unless the script has failed."""
+    """End the run with a checkpoint, unless the program has failed; one that has left a step ends with 1."""
     with process.closing:
         run = process.run
-        if run is not None and getattr(sys, "last_value", None) is None:
+        if run is None:
+            return
+        has_failed = getattr(sys, "last_value", None) is not None and not process.is_interactive
+        has_left_step = run.is_in_step and not has_failed and not run.is_closed
+        if not has_failed:
             run.close()
-        if run is not None and run.report is not None and (message := run.report.get("message")):
+        if run.report is not None and (message := run.report.get("message")):
             sys.stderr.write(f"hetseq: {message}\n")
+    if has_left_step and not process.is_interactive:
+        _end(TaskError(f"{process.name} ended in the middle of a step, whose gradient was never complete"))
 
 
 def _end(error: BaseException) -> NoReturn:

@@ -27,10 +27,10 @@ from hetseq import config as options
 from hetseq.cluster.membership.assignment import Assignment, ScriptJob
 from hetseq.config.sections import Config, OptimizationConfig, TaskConfig
 from hetseq.config.tracker_specs import check_packages
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, ConfigError, TaskError
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError, TaskError
 from hetseq.launch.launcher_link import LauncherLink
 from hetseq.launch.rank_life import LeftBehindError, RankLife
-from hetseq.launch.script_alone import Process, close_alone, is_interactive, open_alone
+from hetseq.launch.script_alone import Process, close_alone, open_alone
 from hetseq.launch.stop_request import StopRequest
 from hetseq.launch.worker import begin_process, end_process, report_of_failure
 from hetseq.loop.run import Run
@@ -97,7 +97,7 @@ def _end_run_before() -> None:
         return
     if not _process.is_alone:
         raise TaskError("hetseq.start was called twice: a run of hetseq run is one for all its processes")
-    if not _process.run.is_closed and not is_interactive():
+    if not _process.run.is_closed and not _process.is_interactive:
         raise TaskError("hetseq.start was called twice: end the run before it with run.close()")
     atexit.unregister(_close)
     _close()
@@ -191,7 +191,8 @@ def _exited(error: SystemExit) -> Report:
     """The report of a script that called sys.exit before its run had ended."""
     if error.code is None or error.code == EXIT_DONE:
         return {"code": EXIT_FAILED, "message": "the script called sys.exit() before its loop had ended"}
-    code = error.code if isinstance(error.code, int) else EXIT_FAILED
+    # what HetSeq means by 75, a run that can be resumed, the script cannot know
+    code = error.code if isinstance(error.code, int) and error.code != EXIT_STOPPED else EXIT_FAILED
     return {"code": code, "message": f"the script called sys.exit({error.code!r})"}
 
 
@@ -225,7 +226,7 @@ def check_script(config: Config, job: ScriptJob, say: Callable[[str], None]) -> 
             return _report_of(process.run) or _exited(error)
         except Exception as error:
             return report_of_failure(error, placement, is_ready=False, has_log=False)
-        return {"code": EXIT_FAILED, "message": _why_unfinished(process)}
+        return _report_of(process.run) or {"code": EXIT_FAILED, "message": _why_unfinished(process)}
 
 
 def _name_of(job: ScriptJob) -> str:

@@ -40,6 +40,8 @@ class Owned:
             check_model(thing)
             thing.to(self._device, self._dtype)
             self._modules[name] = thing
+        elif isinstance(thing, torch.optim.LBFGS):
+            raise TaskError("run.own got LBFGS, which asks for the loss several times in a step: it has one gradient")
         elif isinstance(thing, torch.optim.Optimizer):
             self._optimizers[name] = thing
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):

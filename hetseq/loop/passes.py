@@ -76,9 +76,9 @@ class Sums:
     def _forget(self) -> None:
         self._sums = [0.0] * len(self._terms.names)
 
-    def _seed(self, start: int) -> None:
+    def _seed(self, start: int, *, may_differ: bool = True) -> None:
         """Seed what draws for the samples from `start` on, the same on any rank and in a repetition."""
-        more = (self._setting.seed,) if self._setting.seed else ()
+        more = (self._setting.seed,) if self._setting.seed and may_differ else ()
         seed_everything(derive_seed(self._computer.seed, self._question.data.plan.step, start, *more))
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -95,6 +95,7 @@ class Sums:
     def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
         place = self._terms.place_of(name)
         for at, value in ((place, total), (place + 1, count)):
+            check_number(value, name)
             self._sums[at] = self._sums[at] + _number(value)
 
     def sums(self) -> tuple[float, ...]:
@@ -223,11 +224,19 @@ class Each(MicroBatches):
         return None
 
 
-def check_scalar(loss: Any, term: str) -> None:
-    """Raise TaskError unless `loss` is a tensor without dimensions."""
+def check_scalar(loss: Any, term: str, what: str = "a sum") -> None:
+    """Raise TaskError unless `loss` is a tensor without dimensions; `what` it should be."""
     if not isinstance(loss, torch.Tensor) or loss.dim():
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise TaskError(f"step.backward got {got} for {term}: expected a sum, which is a tensor without dimensions")
+        raise TaskError(f"step.backward got {got} for {term}: expected {what}, which is a tensor without dimensions")
+
+
+def check_number(value: Any, name: str) -> None:
+    """Raise TaskError unless `value` is a number, or a tensor of one."""
+    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+    if not is_number:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TaskError(f"step.add got {got} for {name!r}: expected numbers, or tensors without dimensions")
 
 
 def check_gradient(loss: torch.Tensor) -> None:
@@ -241,4 +250,4 @@ def check_gradient(loss: torch.Tensor) -> None:
 
 def _number(value: float | torch.Tensor) -> float | torch.Tensor:
     """For sums: a tensor stays on its device, so that nothing waits for it."""
-    return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+    return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)

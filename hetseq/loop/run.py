@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -67,6 +67,10 @@ class Life(Protocol):
         """Compare what this rank would train with its peers."""
         ...
 
+    def save(self) -> None:
+        """Save the state after the last update, for a rank alone whose script leaves a step."""
+        ...
+
     def run(self) -> Engine[dict[str, Any]]:
         """The engine of all its generations; returns its report."""
         ...
@@ -101,6 +105,7 @@ class Run:
         self._loops, self._asked = 0, dict[str, Any]()  # how often `steps` was called, and with what
         self.is_closed = False
         self._buffers: BufferKeeper | None = None
+        self._settled_own = ""  # the numbers of owned objects after the last update
         self._rank, self._world_size = life.first_place
         self._is_in_engine, self._is_before_session = False, False
         self._checked: set[int] = set()  # phases
@@ -180,11 +185,15 @@ class Run:
         if mine > 1:
             question = self._again(asked)
         else:
-            loop = LoopArguments(collate, count, weights or {}, tuple(metrics), phases, clip_epsilon)
+            if isinstance(metrics, str):
+                raise TaskError(f"run.steps got metrics={metrics!r}: expected a tuple of names, as in ({metrics!r},)")
+            task = ScriptTask(
+                self._owned, LoopArguments(collate, count, weights or {}, tuple(metrics), phases, clip_epsilon)
+            )
             config = self._options(
                 global_batch_size, max_epoch, max_steps and max_steps * phases, clip_norm, shuffle=shuffle
             )
-            self._begin(data, ScriptTask(self._owned, loop), config)
+            self._begin(data, task, config)
             self._asked, question = asked, self._ask(None)
         while question is not None:
             assert isinstance(question, Compute), "a step that was settled before its micro-batches were given"
@@ -245,11 +254,18 @@ class Run:
 
         For what one rank must do or decide: a sample from the model, a file, a random choice. Every rank calls it.
         """
-        if not isinstance(self._question, (Settled, Between)):
+        if not self.is_in_step and not isinstance(self._question, (Settled, Between)):
             raise TaskError("run.only_first belongs between two steps, behind the inner loop: there all ranks call it")
 
         def first() -> Any:
-            return together(self._group, Call.ONLY_FIRST, self._results.step, work() if self.is_first else None)[0]
+            value = work() if self.is_first else None
+            try:
+                return together(self._group, Call.ONLY_FIRST, self._results.step, value)[0]
+            except TypeError as error:
+                raise TaskError(
+                    f"run.only_first: its function returned what JSON cannot hold ({error}): expected numbers, text,"
+                    " None, and lists and dicts of them"
+                ) from None
 
         result: T = self._between_steps(Call.ONLY_FIRST, first)
         return result
@@ -261,12 +277,12 @@ class Run:
         loop; every rank may call it, and the rank that writes takes its own numbers, once for each step. Raises
         TaskError.
         """
-        if not isinstance(self._question, (Settled, Between)):
+        if self.is_in_step or not isinstance(self._question, (Settled, Between)):
             raise TaskError("run.log belongs behind the inner loop: its numbers go into the row of the step before it")
         self._script.log({name: _number(name, value) for name, value in numbers.items()})
 
     def close(self) -> None:
-        """End the run, after a loop that was left by `break`; a step that is not complete is lost.
+        """End the run, with a checkpoint; the gradient of a step that is not complete is lost.
 
         At the end of the script HetSeq calls it.
         """
@@ -274,6 +290,8 @@ class Run:
         if isinstance(self._question, (Settled, Between)) and not self.is_in_step:
             self._leave()
         elif self._is_alone and self._engine is not None:
+            if self._question is not None and not self.only_checks:
+                self._life.save()
             self._engine.close()
 
     @property
@@ -308,6 +326,12 @@ class Run:
         return self._owned.only(optimizers)
 
     def go_on(self) -> Compute:
+        if (own := self._script.digest()) != self._settled_own:
+            raise TaskError(
+                "an object of run.own was changed between two phases of a step: do it behind the last inner loop, since"
+                " a rank that joins, or a run that resumes, in the middle of a step would do it again"
+            )
+        self._settled_own = own
         self._script.begin_log()
         question = self._ask(None)
         if question is None:
@@ -325,6 +349,8 @@ class Run:
             if not self._results.step:
                 self._warn_of_buffers()
             self._results.begin(question.result.plan.step)
+            if self._script.loop.phases > 1:
+                self._settled_own = self._script.digest()
             whereabouts.enter(Phase.SCRIPT)
             seed_everything(derive_seed(self._config.task.seed, question.result.plan.step, _AFTER_STEP))
         return question
@@ -466,8 +492,10 @@ class Run:
         return self._between if self._is_before_session else self._life.group
 
     def _between_steps(self, call: Call, work: Callable[[], T]) -> T:
-        if isinstance(self._question, Compute):
-            raise TaskError(f"{_NAMES[call]} was called in the middle of a step: it belongs behind `for batch in step`")
+        if self.is_in_step:
+            raise TaskError(
+                f"{_NAMES[call]} was called in the middle of a step: it belongs behind the last `for batch in step`"
+            )
         if self._question is None:
             return work()
         return self._results.next(call, work, self._recover)
@@ -527,10 +555,16 @@ def _is_break(frame: FrameType | None) -> bool:
     return code is not None and frame is not None and dis.opname[code[frame.f_lasti]].startswith("POP_")
 
 
+def _words_of(function: FunctionType) -> tuple[Any, ...]:
+    """All that a function is made of, but the names that it finds in its module."""
+    kept = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    return function.__code__, function.__defaults__, function.__kwdefaults__, tuple(map(id, kept))
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two arguments mean the same; a function does that was defined again by the same words."""
-    if callable(one) and callable(other):
-        return bool(getattr(one, "__code__", one) == getattr(other, "__code__", other))
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        return _words_of(one) == _words_of(other)
     return one is other or (isinstance(one, (int, float, tuple, dict)) and bool(one == other))
 
 

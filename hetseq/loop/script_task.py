@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,6 +17,7 @@ from hetseq.data.loader import Source, place_on
 from hetseq.errors import TaskError
 from hetseq.loop.owned import Owned
 from hetseq.loop.refusals import refuse_data, refuse_process_group
+from hetseq.parallel.task_state import TaskState
 from hetseq.run.loaded_task import LoadedTask, OwnLoop
 from hetseq.task import Task, TrainedStep, counts_of
 from hetseq.training.precision import Precision
@@ -66,11 +71,12 @@ class ScriptTask(Task):
 
     def __init__(self, owned: Owned, loop: LoopArguments) -> None:  # no arguments of a command: a script has its own
         self.owned, self.loop = owned, loop
-        if loop.phases < 1:
+        if type(loop.phases) is not int or loop.phases < 1:
             raise TaskError(f"run.steps got phases={loop.phases}: expected the number of updates in a step, from 1")
         if loop.count is None and loop.weights:
             raise TaskError("run.steps got weights= without count=: several terms need the count of each, in advance")
         self.has_left = False  # the script has left its loop
+        self._script = _source()
         self.collate_seed: int | None = None  # with it, what the collater draws begins anew
         self._numbers: dict[str, float] = {}
         self.begin_log()
@@ -116,7 +122,7 @@ class ScriptTask(Task):
         return self.has_left
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.owned.state_dict(), "phases": self.loop.phases}
+        return {**self.owned.state_dict(), "phases": self.loop.phases, "script": self._script}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if (before := state.get("phases", 1)) != self.loop.phases:
@@ -124,7 +130,20 @@ class ScriptTask(Task):
                 f"run.steps got phases={self.loop.phases}, and the run was saved with phases={before}: its steps are"
                 " counted by phases, so begin another run"
             )
+        self.stays_ended = self._script is not None and state.get("script") == self._script
         self.owned.load_state_dict(state)
+
+    def digest(self) -> str:
+        """The owned numbers and texts as one text; tensors enter by their names alone."""
+        return TaskState(self).text().decode()
+
+
+def _source() -> str | None:
+    """A digest of the script, whose loop may end otherwise once it was changed; None in a notebook."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    with suppress(OSError):
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from hetseq.comm.group import Group
+from hetseq.data.loader import MicroBatch
 from hetseq.errors import TaskError
 from hetseq.loop.check import Check
 from hetseq.loop.passes import Count, Each, Loss, MicroBatches, Pass, Setting
@@ -101,7 +102,7 @@ class Step:
         twice. The loop is given (step.size, ...) in the order of the samples, once, and calls
         `step.backward(loss)` with the loss itself, which may compare all rows.
         """
-        return self._update(lambda setting: Whole(setting, encode, self._driver.group), optimizers)
+        return self._update(lambda setting: Whole(setting, encode, self._driver.group), optimizers, is_joint=True)
 
     def each(self, body: Callable[[Any], None], *optimizers: torch.optim.Optimizer) -> None:
         """`for batch in step: body(batch)`, which survives that memory runs out in `body`: it takes smaller pieces.
@@ -133,7 +134,8 @@ class Step:
         return self._pass
 
     def _update(
-        self, made: Callable[[Setting], Pass], optimizers: Sequence[torch.optim.Optimizer] = ()
+        self, made: Callable[[Setting], Pass], optimizers: Sequence[torch.optim.Optimizer] = (), *,
+        is_joint: bool = False,
     ) -> Iterator[Any]:  # fmt: skip
         """One transaction: all that the script is given until all ranks have made the update."""
         mine, self._begun = self._begun, self._begun + 1
@@ -144,7 +146,7 @@ class Step:
         question = self._question or self._driver.go_on()
         self._question = None
         if (check := self._driver.check_of(question, mine)) is not None:
-            for batches, seed in check.passes(is_thorough=self._driver.only_checks):
+            for batches, seed in check.passes(is_thorough=self._driver.only_checks, is_joint=is_joint):
                 checked = made(Setting(question, self._terms, batches, seed, check.stray, is_alone=True))
                 yield from self._give(checked, optimizers)
                 check.see(checked)
@@ -154,7 +156,7 @@ class Step:
                 self._driver.tell(found, is_last=self.is_settled)
                 return
         while True:
-            share = made(Setting(question, self._terms, question.data.micro_batches))
+            share = made(Setting(question, self._terms, _fitting(question)))
             yield from self._give(share, optimizers)
             answer = self._driver.answer(share.part())
             if isinstance(answer, Settled):
@@ -190,3 +192,11 @@ class Step:
         self.terms = {name: mean for name, mean in means.items() if name in self._terms.losses}
         self.metrics = {name: mean for name, mean in means.items() if name in self._terms.metrics}
         self.grad_norm = result.grad_norm
+
+
+def _fitting(question: Compute) -> list[MicroBatch]:
+    """The micro-batches of this rank, cut again if their sizes were refused since they were fetched."""
+    sizes, batches = question.computer.sizes, question.data.micro_batches
+    if all(sizes.holds(batch.size, batch.work) for batch in batches):
+        return batches
+    return question.fetch_again(question.data, sizes.cap).micro_batches

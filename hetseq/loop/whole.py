@@ -60,7 +60,7 @@ class Whole(Sums):
             self._lost = str(error)
             return
         del parts
-        self._seed(_LOSS)
+        self._seed(_LOSS, may_differ=False)  # it is computed whole, however a step is cut
         with computer.precision.computing(computer.device):
             yield self._leaves[0] if is_single else self._leaves
         if self._lost is not None:
@@ -77,7 +77,7 @@ class Whole(Sums):
             raise TaskError("step.backward of step.whole takes the loss itself, a tensor without dimensions, no count")
         if self._is_added:
             raise TaskError("step.backward was called twice in step.whole: add the losses up")
-        check_scalar(loss, "the loss")
+        check_scalar(loss, "step.whole", "a loss")
         check_gradient(loss)
         self._is_added = True
         scaled = loss / self._question.data.plan.size  # as a sum: what comes late is its count, which is 1
@@ -86,6 +86,8 @@ class Whole(Sums):
             self._backward(scaled)
             return
         leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
+        if not leaves:
+            return
         found = torch.autograd.grad(scaled * self._computer.loss_scale, leaves, allow_unused=True)
         for leaf, gradient in zip(leaves, found):
             leaf.grad = gradient

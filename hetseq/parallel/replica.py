@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -36,12 +38,20 @@ class Replica:
         self.buffers = buffers
         self.task_state = task_state
         self._is_first_update = True
+        self._groups: list[dict[str, Any]] = []  # of the optimizer, by parameter
         self._by_name = dict(trained_parameters(model))
         self._names = {parameter: name for name, parameter in self._by_name.items()}
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    def rate_of(self, used: npt.NDArray[np.bool_]) -> float:
+        """The learning rate of the first parameter that has a gradient; `used` as for `GradientSync`."""
+        if not self._groups:
+            groups = {of: group for group in self.optimizer.param_groups for of in group["params"]}
+            self._groups = [groups[parameter] for parameter in self._by_name.values()]
+        return float(self._groups[int(np.argmax(used))]["lr"])
 
     def update(self) -> None:
         """One step of the optimizer. The first one creates the optimizer's state, so cached memory is released first.

@@ -27,6 +27,7 @@ class KeepsState(Protocol):
     """The part of a task that this module needs."""
 
     learning_rate_factor: float
+    stays_ended: bool
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -49,8 +50,13 @@ class TaskState:
     With it travels the place of a `stream`, which saves reading and changes no number.
     """
 
-    def __init__(self, task: KeepsState, stream: Stream | None = None) -> None:
-        self._task, self._stream, self.step = task, stream, 0
+    def __init__(self, task: KeepsState, stream: Stream | None = None, *, is_script: bool = False) -> None:
+        self._task, self._stream, self.is_script, self.step = task, stream, is_script, 0
+
+    @property
+    def stays_ended(self) -> bool:
+        """Whether a run that its task has ended is over for this command; known once the state is loaded."""
+        return self._task.stays_ended
 
     def content(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Live tensors by name (`task.<key>...`), and the record, which is JSON.

@@ -295,8 +295,9 @@ def build_reports(
         replicas = ReplicaCheck(replica, job.group, job.metrics, every=every, kind=kind_of(device))
     most = config.optimization.max_skipped_steps
     watch = StepWatch(
-        job.material.terms, job.metrics, rank=job.group.rank, most=most, group_of=feed.steps.layout.group_of
-    )
+        job.material.terms, job.metrics, rank=job.group.rank, most=most, group_of=feed.steps.layout.group_of,
+        beside=job.material.terms_of_no_loss,
+    )  # fmt: skip
     boundary = AfterStep(
         config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
         replicas=replicas, watch=watch, hooks=TaskHooks(job.material.task, replica.task_state),

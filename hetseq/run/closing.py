@@ -53,6 +53,9 @@ def closing_lines(
         return [*lines, "nothing was saved, because of --no-save"]
     if not has_saved:
         return [*lines, f"nothing was saved{_why_nothing_was_saved(config)}"]
+    if kind is Kind.SCRIPT and state.ended_by_task:
+        how = "its loop was left: a changed script continues, and so does --reset-meters"
+        return [*lines, f"saved: {config.checkpoint.save_dir}; {how}"]
     if kind is Kind.SCRIPT:
         return [*lines, f"saved: {config.checkpoint.save_dir}; the same command resumes if its loop asks for more"]
     if kind is Kind.DEMO:

@@ -63,10 +63,18 @@ class LoadedTask:
     start_notes: Sequence[logging.LogRecord] = ()  # about the weights of `build_model`
     own_loop: OwnLoop | None = None  # None: a task, whose steps HetSeq computes itself
 
+    @property
+    def terms_of_no_loss(self) -> tuple[str, ...]:
+        """Sums of a step that are counts or metrics of a script."""
+        late = {} if self.own_loop is None else self.own_loop.late_counts
+        return tuple(
+            self.terms[place] for term, count in late.items() for place in ((term, count) if term else (count,))
+        )
+
     @functools.cached_property
     def task_state(self) -> TaskState:
         """The values that the task keeps between steps, for all generations of the run."""
-        return TaskState(self.task, lanes_of(self.train))
+        return TaskState(self.task, lanes_of(self.train), is_script=self.own_loop is not None)
 
     @functools.cached_property
     def part(self) -> str:

@@ -361,10 +361,11 @@ def resume(
     if "task_state" in saved:  # not written before 2026-11
         if "dataloader" in resets:
             saved = {**saved, "task_state": without_place(saved["task_state"])}
-        if "meters" in resets:
+        if "meters" in resets and not replica.task_state.is_script:
             _say_what_the_task_forgets(saved["task_state"])
         else:
             replica.task_state.load(loaded.tensors, saved["task_state"])
+            state.ended_by_task = state.ended_by_task and replica.task_state.stays_ended
     if "dataloader" in resets:
         state.position = Position(state.position.step, 1, 0)
     if "lr_scheduler" in resets:

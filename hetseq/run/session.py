@@ -70,6 +70,11 @@ class Session:
         if not self._is_last:
             self.boundary.save_owed(self.controller)
 
+    def save(self) -> None:
+        """Save the state after the last update, whatever a forward has changed since then. Every rank calls it."""
+        self.controller.replica.buffers.restore_()
+        self.boundary.save_now(self.controller)
+
     def _stop_here(self) -> Halt:
         """Save the state as it is: too few ranks are left to continue."""
         if self.controller.has_ended():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hetseq.cluster.membership.step_commit import Verdict
 from hetseq.errors import NonFiniteError
@@ -27,8 +27,11 @@ class StepWatch:
     """Watches the steps of one generation; every rank has one and passes it every step."""
 
     def __init__(
-        self, terms: Sequence[str], metrics: Metrics, *, rank: int, most: int, group_of: Callable[[int], int]
-    ) -> None:
+        self, terms: Sequence[str], metrics: Metrics, *, rank: int, most: int, group_of: Callable[[int], int],
+        beside: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """`beside`: terms that belong to no loss, such as counts that are sums."""
+        self._beside = beside
         self._terms, self._metrics, self._most, self._group_of = terms, metrics, most, group_of
         self._level = logging.WARNING if rank == 0 else logging.INFO  # all ranks see the same steps
         self._seen = self._in_a_row = 0
@@ -74,7 +77,7 @@ class StepWatch:
 
     def _tell_of_zero(self, result: StepResult) -> None:
         step = result.plan.step
-        empty = [term for term, count in zip(self._terms, result.counts) if not count]
+        empty = [term for term, count in zip(self._terms, result.counts) if not count and term not in self._beside]
         why = f"; {', '.join(map(repr, empty))}: nothing was counted" if empty else ""
         self._metrics.event("gradient_zero", step=step, terms_without_count=empty)
         logger.log(

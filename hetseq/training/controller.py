@@ -42,11 +42,12 @@ from hetseq.comm.group import Group, gather_floats
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
-from hetseq.errors import NonFiniteError, TaskError
+from hetseq.errors import NonFiniteError
 from hetseq.system import faults
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
 from hetseq.system.task_failure import noting
+from hetseq.training.held_gradient import HeldGradient, with_late_counts
 from hetseq.training.precision import LossScale
 from hetseq.training.share import Part, ShareComputer
 from hetseq.training.share_policy import SharePolicy
@@ -84,16 +85,6 @@ class TrainingState:
     ended_by_task: bool = False  # its `after_step` has ended the run
     train_seconds: float = 0.0
     resets: dict[str, int] = field(default_factory=dict)  # the --reset-* options done so far, and at which step
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A whole gradient whose verdict is still open."""
-
-    plan: StepPlan
-    attempt: int
-    counts: tuple[float, ...]
-    rate: float
 
 
 class Boundary(Protocol):
@@ -190,7 +181,7 @@ class Controller:
         self._cap = computer.sizes.cap  # by which the loader cuts
         self._clock = Stopwatch()
         self._update_s = 0.0  # duration of the update of the last step
-        self._held: _Held | None = None
+        self._held: HeldGradient | None = None
         self._rows: Words = np.zeros((0, 0), np.int64)  # of the last commit
         self._last: tuple[Tag, Verdict] | None = None  # the last update that this controller has made
         self._unsettled: StepResult | None = None
@@ -276,7 +267,7 @@ class Controller:
                 clock.lap("other")
                 # from here on this rank holds the whole gradient of this attempt
                 rate = self._rate(plan.epoch)  # a script may have set it at the top of the step
-                self._held = _Held(plan, attempt, counts, rate) if part.is_whole else None
+                self._held = HeldGradient(plan, attempt, counts, rate) if part.is_whole else None
                 whereabouts.enter(Phase.COMMIT)
                 faults.point("commit")
                 outcome = self._commit(plan, attempt, norm, part, upcoming)
@@ -298,7 +289,7 @@ class Controller:
             return False
         if state.ended_by_task:
             return True
-        if config.max_update and state.updates >= config.max_update:
+        if config.max_update and self._done >= config.max_update:
             return True
         if config.max_epoch and state.position.epoch > config.max_epoch:
             return True
@@ -306,6 +297,11 @@ class Controller:
             return False
         begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
         return begins_epoch and self._rate(state.position.epoch) <= config.min_lr
+
+    @property
+    def _done(self) -> int:
+        """What --max-update counts: updates; of steps in a row over the same samples also those that were skipped."""
+        return self.state.updates if self.planner.repeats == 1 else self.state.position.step - 1
 
     @property
     def _is_amid(self) -> bool:
@@ -339,7 +335,7 @@ class Controller:
 
     def _look_ahead(self, plan: StepPlan) -> StepData | None:
         """This rank's part of the next step, if there is one and it is at hand."""
-        is_last_update = self._config.max_update and self.state.updates + 1 >= self._config.max_update
+        is_last_update = self._config.max_update and self._done + 1 >= self._config.max_update
         is_last_epoch = plan.ends_epoch and self._config.max_epoch and plan.epoch >= self._config.max_epoch
         if is_last_update or is_last_epoch:
             return None
@@ -467,11 +463,13 @@ class Controller:
         done all of it or not seen the verdict; an exception under way ends the process."""
         held, self._held = self._held, None
         assert held is not None
+        if self._learning_rate is None:
+            held = replace(held, rate=self.replica.rate_of(outcome.used))
         whereabouts.enter(Phase.UPDATE)
         if outcome.verdict is Verdict.APPLY:
             correction = 1.0
             if self.late_counts:
-                held, correction = _with_late_counts(held, outcome, self.late_counts)
+                held, correction = with_late_counts(held, outcome, self.late_counts)
                 outcome = replace(outcome, norm=outcome.norm * correction)
             with phase("clip"):
                 faults.point("clip")
@@ -485,7 +483,7 @@ class Controller:
         result = self._unsettled = self._conclude(held, outcome)
         return result
 
-    def _conclude(self, held: _Held, outcome: Outcome) -> StepResult:
+    def _conclude(self, held: HeldGradient, outcome: Outcome) -> StepResult:
         state, plan, tag = self.state, held.plan, Tag(held.plan.step, self.group.generation, held.attempt)
         state.lineage = state.lineage.extend(
             tag.step, generation=tag.generation, attempt=tag.attempt, verdict=outcome.verdict
@@ -574,24 +572,6 @@ class Controller:
 def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: tuple[float, ...]) -> float:
     """Sum over terms of weight * sum / count; a term without count or weight contributes nothing."""
     return float(sum(w * s / c for w, s, c in zip(weights, sums, counts) if c and w))
-
-
-def _with_late_counts(held: _Held, outcome: Outcome, late: Mapping[int, int]) -> tuple[_Held, float]:
-    """With the true counts of these terms, and the factor by which the gradient changes: it was divided by the size.
-
-    Raises TaskError, on all ranks alike, if the driver counted nothing for the loss.
-    """
-    counts, size = list(held.counts), held.plan.size
-    for term, place in late.items():
-        counts[term], counts[place] = outcome.sums[place], 0.0
-    if 0 not in late:
-        return replace(held, counts=tuple(counts)), 1.0
-    if not counts[0] > 0:
-        raise TaskError(
-            f"step {held.plan.step}: step.backward counted {counts[0]:g} over all ranks: expected more than 0, as from"
-            " count=len(y)"
-        )
-    return replace(held, counts=tuple(counts)), size / counts[0]
 
 
 def _redoing(outcome: Outcome) -> str:

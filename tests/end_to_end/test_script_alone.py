@@ -95,6 +95,26 @@ def test_a_cell_with_other_arguments_and_a_run_that_is_over_are_refused(tmp_path
     assert isinstance(rows, list)
 
 
+def test_a_run_that_was_interrupted_continues_after_another_start(tmp_path: Path) -> None:
+    made = LOOP.replace("max_steps=7)", "max_steps=7, collate=collater(WIDTH))")
+    collater = """def collater(width):
+    def collate(samples):
+        return width * torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+    return collate
+"""
+    said = notebook(
+        tmp_path, f"cell({collater!r})", "begin(save_dir='run'); PLACE = 'body'; rows = []; WIDTH = 1",
+        f"cell({made!r})", "WIDTH = 2", f"print('@', json.dumps(cell({made!r})))",
+        "begin(save_dir='run'); PLACE = ''; WIDTH = 1",
+        f"print('@', json.dumps(cell({made!r})))", ROWS,
+    )  # fmt: skip
+    other, resumed, rows = said
+    assert "was given another collate: run.close() and hetseq.start() begin" in str(other)
+    assert resumed == ""
+    assert isinstance(rows, list)
+    assert [row[0] for row in rows] == list(range(1, 8)), "no step is lost, none is done twice"
+
+
 def test_a_program_ends_one_run_before_the_next(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(
