@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import epoch_order
+from hetseq.monitor.metrics import read_rows
 from tests.support import forked
 from tests.support.commands import ROOT
 from tests.support.loops import clip, gan
@@ -114,6 +115,8 @@ def test_unequal_ranks_with_small_micro_batches_give_the_course_of_one(
     found = courses(tmp_path)
     assert [len(course) for course in found] == [SCRIPTS[name].STEPS] * 3
     assert all(farthest(alone[name], course) <= 1e-12 for course in found)
+    rates = [row["lr"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert rates == {"gan": [1e-3, 2e-3] * gan.STEPS, "clip": [3e-3] * clip.STEPS}[name], "of whose turn it was"
 
 
 @pytest.mark.parametrize(
