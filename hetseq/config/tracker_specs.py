@@ -70,6 +70,8 @@ def check_packages(specs: Iterable[TrackerSpec]) -> None:
 
 def _read(text: str, where: str) -> TrackerSpec:
     name, _, rest = text.partition(":")
+    if not name:
+        raise ConfigError(f"{where} {text!r}: expected the name of a tracker, as in wandb:project=digits")
     if name not in KINDS:
         if registry.is_address(text) and "=" not in text:
             return TrackerSpec(text)

@@ -74,6 +74,9 @@ class Lanes(Dataset[Any]):
                 "Lanes needs length, the number of records in an epoch over all lanes, since every rank must know where"
                 " an epoch ends; for a stream without an end give max_steps * global_batch_size"
             )
+        for name, value in (("lanes", lanes), ("length", length), ("window", window), ("seed", seed)):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise TaskError(f"Lanes got {name}={value!r}: expected a whole number, as in {name}=64")
         if not 1 <= lanes <= length or window < 1:
             raise TaskError(
                 f"Lanes got lanes={lanes}, length={length}, window={window}: expected at least one lane, one record for"

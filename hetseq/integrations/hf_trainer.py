@@ -36,9 +36,10 @@ _utils: Any = importlib.import_module("transformers.trainer_utils")
 
 _IGNORED_LABEL = -100
 _CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
-#: fields of TrainerState that belong to this rank, or have another form in `_Progress`
+#: fields of TrainerState that belong to this rank or this start, or have another form in `_Progress`
 _NOT_SHARED = {
     "is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history", "trial_name", "trial_params",
+    "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
 }  # fmt: skip
 _REFUSED: dict[str, str] = {
     "deepspeed": "HetSeq divides the training itself: leave it out",
@@ -74,6 +75,11 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
         if args is None:
             args = _trainer.TrainingArguments(output_dir="tmp_trainer")
         _refuse(args)
+        if model is None:
+            raise hetseq.ConfigError(
+                "HetSeqTrainer got no model: give it the model itself in place of model_init, since it takes its"
+                " precision from the weights"
+            )
         self._run = hetseq.start(
             save_dir=None if _text(args.save_strategy) == "no" else os.path.join(args.output_dir, "hetseq"),
             seed=args.seed,
@@ -95,6 +101,8 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
 
         `resume_from_checkpoint` only demands that there is something to resume. Raises TaskError if there is not.
         """
+        if self._has_begun:
+            raise hetseq.TaskError("trainer.train() was called a second time: a process has one run; start another one")
         self._is_resume_asked = bool(resume_from_checkpoint)
         return super().train(None, *others, **named)
 
@@ -113,6 +121,11 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
         max_steps = self.args.max_steps
         if max_steps <= 0:
             max_steps = math.ceil(self.args.num_train_epochs * in_epoch)
+        if max_steps <= 0:
+            raise hetseq.TaskError(
+                f"TrainingArguments(num_train_epochs={self.args.num_train_epochs}) trains nothing: call"
+                " trainer.evaluate() without trainer.train()"
+            )
         self._prepare(loader, max_steps, math.ceil(max_steps / in_epoch))
         began_s, epoch = time.time(), 0
         for step in self._run.steps(
@@ -129,7 +142,7 @@ class HetSeqTrainer(_trainer.Trainer):  # type: ignore[misc]
                 self._add(step, inputs, samples, count)
             with self._between_steps():
                 self._end_step(step, step.number - (epoch - 1) * in_epoch, ignore_keys_for_eval)
-            if self.control.should_training_stop:
+            if self.control.should_training_stop and self.state.global_step < max_steps:  # else the loop ends anyway
                 self._run.stop()
         self._begin()
         return self._finish(began_s, size)
@@ -422,7 +435,7 @@ def _precision_of(args: Any, model: Any) -> str | None:
     """HetSeq's precision, as the arguments say, or else the weights."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    kind = getattr(model, "dtype", None) or next((value.dtype for value in model.parameters()), None) if model else None
+    kind = getattr(model, "dtype", None) or next((value.dtype for value in model.parameters()), None)
     names = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
     return names.get(kind, "tf32" if args.tf32 else None)  # type: ignore[arg-type]
 

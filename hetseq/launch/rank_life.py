@@ -274,7 +274,9 @@ class RankLife:
             commits = scan(self._directory.checkpoints).commits
             best_step = next((commit.identity.step for commit in commits if "best" in commit.kinds), None)
             is_known = best_step is not None or self._config.checkpoint.no_save
-            kind = Kind.SCRIPT if self._material.own_loop is not None else Kind.TASK
+            kind = Kind.TASK
+            if self._material.own_loop is not None:
+                kind = Kind.ALONE if isinstance(self._line, NoLauncher) else Kind.SCRIPT
             for line in closing_lines(
                 self._config, controller.state, step=session.last_step, start_s=start_s,
                 best=self._metrics.best(best_step) if is_known else None, has_saved=bool(commits),

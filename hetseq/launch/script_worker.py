@@ -77,6 +77,8 @@ def start(
         config = replace(config, task=replace(config.task, seed=seed))
     if precision is not None and config.optimization.precision == OptimizationConfig.precision:
         config = replace(config, optimization=replace(config.optimization, precision=precision))
+    if isinstance(trackers, str):
+        raise TaskError(f"hetseq.start got trackers={trackers!r}: expected a list, as in [{trackers!r}]")
     if _process.tell_check is not None:
         trackers = ()  # a check is no run
     words = [word for one in trackers if isinstance(one, str) for word in one.split(",")]

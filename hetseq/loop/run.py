@@ -540,12 +540,17 @@ class Run:
 
 
 def _number(name: str, value: Any) -> float:
+    """A number for a tracker by a name that each of them takes. Raises TaskError."""
+    if not 0 < len(name) <= _LONGEST_NAME or any(part in ("", ".", "..") for part in name.split("/")):
+        raise TaskError(
+            f"run.log got the name {name[:60]!r}: expected 1 to {_LONGEST_NAME} characters, and between slashes a name"
+            " each"
+        )
     if getattr(value, "shape", None) == ():  # of torch or NumPy
         value = value.item()
-    if not isinstance(value, (int, float)):
-        raise TaskError(
-            f"run.log({name}=...) got {type(value).__name__}: expected a number, or a tensor without dimensions"
-        )
+    if not isinstance(value, (int, float)) or (isinstance(value, int) and abs(value) > _LARGEST):
+        got = "a whole number of too many digits" if isinstance(value, int) else type(value).__name__
+        raise TaskError(f"run.log({name}=...) got {got}: expected a number, or a tensor without dimensions")
     return value
 
 
@@ -569,4 +574,6 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 _NAMES = {Call.EVALUATE: "run.evaluate", Call.ONLY_FIRST: "run.only_first"}
+_LONGEST_NAME = 250  # of MLflow
+_LARGEST = int(sys.float_info.max)
 _NEVER = 10**9  # the epoch from which on samples are shuffled

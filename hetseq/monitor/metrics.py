@@ -225,6 +225,7 @@ class Metrics:
             if self._recorder is not None:
                 self._recorder.close(deadline_s=deadline_s, code=self.code)
                 self._ending += self._recorder.ending
+                self._recorder.ending.clear()
             until_s = time.monotonic() + deadline_s
             for tracker in self._ending:
                 tracker.join(until_s)

@@ -22,6 +22,7 @@ class Kind(enum.Enum):
 
     TASK = "hetseq train"
     SCRIPT = "hetseq run"
+    ALONE = "python script.py"
     DEMO = "hetseq demo"
 
 
@@ -49,10 +50,13 @@ def closing_lines(
     is_best = best is not None and best.get(f"valid_{config.validation.best_checkpoint_metric}") == state.best
     if best is not None and is_best:
         lines.append(f"best: {validation_text({key: value for key, value in best.items() if key != 'best'})}")
+    if config.checkpoint.no_save and kind is Kind.ALONE:
+        return [*lines, "nothing was saved: hetseq.start(save_dir=...) gives the run a directory"]
     if config.checkpoint.no_save:
         return [*lines, "nothing was saved, because of --no-save"]
     if not has_saved:
         return [*lines, f"nothing was saved{_why_nothing_was_saved(config)}"]
+    kind = Kind.SCRIPT if kind is Kind.ALONE else kind
     if kind is Kind.SCRIPT and state.ended_by_task:
         how = "its loop was left: a changed script continues, and so does --reset-meters"
         return [*lines, f"saved: {config.checkpoint.save_dir}; {how}"]

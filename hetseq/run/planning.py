@@ -41,6 +41,11 @@ def planner_of(
                 f"--shuffle-block {config.data.shuffle_block}: the training data are Lanes, which keep an order of"
                 " their own: leave it out, and give Lanes a window to shuffle in"
             )
+        if config.data.max_tokens is not None:
+            raise ConfigError(
+                f"--max-tokens {config.data.max_tokens}: the training data are Lanes, which have no index, and so no"
+                " length for each record: use --batch-size"
+            )
         curriculum = _NEVER
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --batch-size") if counts_tokens else None

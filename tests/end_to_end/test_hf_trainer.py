@@ -14,6 +14,7 @@ import pytest
 from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command, start_command
 from tests.support.hf_trainer import (
+    BATCHES,
     courses,
     events,
     farthest,
@@ -175,6 +176,13 @@ def test_a_killed_launcher_resumes_on_another_world(trainers: dict[str, Path], t
     entries = [[entry["step"] for entry in result(*of)["history"]]
                for of in ((trainers["long"], "Trainer"), (tmp_path, "HetSeqTrainer"))]  # fmt: skip
     assert entries[0] == entries[1]
+
+
+def test_a_run_that_has_ended_continues_where_more_is_asked(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        done = train_ranks(tmp_path, {"num_train_epochs": epochs}, "--ranks", 1)
+        assert done.code == 0, done.err
+        assert f"done: {epochs * BATCHES} steps" in done.err
 
 
 @pytest.mark.parametrize(

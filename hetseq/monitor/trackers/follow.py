@@ -93,7 +93,10 @@ class Follower:
         cursor = found or Cursor()
         held = tracker.begin(self._directory.run_id, self._config, found is not None)
         if held is not None and held != cursor.rows:
-            logger.info("a tracker has %d rows of this run, and was sent %d: continuing there", held, cursor.rows)
+            logger.info(
+                "tracker %s has %d rows of this run, and was sent %d: continuing there", type(tracker).__name__, held,
+                cursor.rows,
+            )  # fmt: skip
             cursor = Cursor(events=cursor.events)
             self._cursor = cursor
             for _, after in self._new_rows():

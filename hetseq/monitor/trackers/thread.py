@@ -112,7 +112,9 @@ class TrackerThread:
             self._is_busy = False
             try:
                 self._is_busy, pause_s = not self._source.deliver(self._tracker), 0.0
-            except (Exception, SystemExit) as error:  # of any library, or of a user's own class
+            except (
+                BaseException
+            ) as error:  # of any library, or of a user's own class, in a thread that no other looks after
                 self._warn(error)
                 pause_s = min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1])
             if self._is_busy:
@@ -120,7 +122,7 @@ class TrackerThread:
         if self._source.has_begun:
             try:
                 self._tracker.end(self._code)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._warn(error)
         self._source.close()
 

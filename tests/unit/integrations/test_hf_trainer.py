@@ -83,16 +83,11 @@ def test_another_division_of_the_training_is_refused(given: dict[str, Any]) -> N
 def test_the_precision_is_that_of_the_arguments_and_else_of_the_weights() -> None:
     from hetseq.integrations.hf_trainer import _precision_of
 
-    def found(kind: torch.dtype | None, **given: bool) -> str | None:
+    def found(kind: torch.dtype, **given: bool) -> str | None:
         args = SimpleNamespace(**{"bf16": False, "fp16": False, "tf32": None, **given})
-        return _precision_of(args, None if kind is None else torch.nn.Linear(1, 1).to(kind))
+        return _precision_of(args, torch.nn.Linear(1, 1).to(kind))
 
     assert found(torch.float32, bf16=True) == "bf16"
     assert found(torch.float32, fp16=True) == "fp16"
-    assert [found(kind) for kind in (torch.float64, torch.bfloat16, torch.float32, None)] == [
-        "fp64",
-        "bf16",
-        None,
-        None,
-    ]
+    assert [found(kind) for kind in (torch.float64, torch.bfloat16, torch.float32)] == ["fp64", "bf16", None]
     assert found(torch.float32, tf32=True) == "tf32"
