@@ -19,11 +19,12 @@ from hetseq.balance.shares import assign_shares
 from hetseq.comm.group import Group, LocalGroup
 from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
-from hetseq.data.loader import Source, place_on, range_reader
+from hetseq.data.loader import Source, place_on
 from hetseq.data.plan import derive_seed
-from hetseq.errors import EXIT_DONE, DisagreementError, TaskError, few
+from hetseq.errors import EXIT_DONE, TaskError, few
 from hetseq.loop.between import Results, together
 from hetseq.loop.check import Check
+from hetseq.loop.evaluation import Rows, Sums, means, measured, pieces_of
 from hetseq.loop.owned import Owned
 from hetseq.loop.refusals import refuse_data
 from hetseq.loop.script_task import Count, LoopArguments, ScriptMaterial, ScriptTask, material_of
@@ -40,8 +41,6 @@ from hetseq.training.step_engine import Between, Compute, Engine, PeerLost, Ques
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Sums = Mapping[str, "tuple[torch.Tensor | float, torch.Tensor | float]"]
-
 _AFTER_STEP = -1  # in the place of a position: the seed of the code behind the inner loop
 
 
@@ -228,26 +227,16 @@ class Run:
         refuse_data("run.evaluate", data)
         source = Source(data, collate, lambda *_: (), place_on(self._device, self._precision.storage), 0,
                         self._config.task.seed)  # fmt: skip
-        pieces = [(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]
+        pieces = pieces_of(len(data), batch_size)
 
-        def work() -> list[dict[str, list[float]]]:
+        def work() -> Rows:
             whereabouts.enter(Phase.VALIDATION)
-            own = self._measured(measure, source, pieces)
+            own = self._owned.modules
+            rows = measured(measure, source, self._share_of(pieces), own, self._precision.computing(self._device))
             whereabouts.enter(Phase.SCRIPT)
-            return [row for rows in together(self._group, Call.EVALUATE, self._results.step, own) for row in rows]
+            return [row for rows in together(self._group, Call.EVALUATE, self._results.step, rows) for row in rows]
 
-        rows = self._between_steps(Call.EVALUATE, work)
-        if len(rows) != len(pieces):
-            raise DisagreementError(
-                f"run.evaluate: this rank cuts its data into {len(pieces)} batches, and the ranks measured {len(rows)}:"
-                " give it the same data and batch_size on every rank"
-            )
-        totals: dict[str, list[float]] = {}
-        for row in rows:
-            for name, (total, number) in row.items():
-                before = totals.get(name, [0.0, 0.0])
-                totals[name] = [before[0] + total, before[1] + number]
-        return {name: total / number for name, (total, number) in totals.items() if number}
+        return means(self._between_steps(Call.EVALUATE, work), len(pieces))
 
     def only_first(self, work: Callable[[], T]) -> T:
         """The result of `work()`, called on the first rank alone; its JSON form on every rank. Between two steps.
@@ -478,9 +467,8 @@ class Run:
             self._life.give_up(error)
 
     def _refuse(self, call: str) -> None:
-        if (
-            not (self._is_in_engine or self.is_closed) and self.report is None
-        ):  # behind the loop the script may train on
+        is_over = self.is_closed or self.report is not None  # then the script may train on
+        if not self._is_in_engine and not is_over:
             raise TaskError(f"{call} was called by the script: the step does that, when its micro-batches are used up")
 
     # between two steps
@@ -514,29 +502,15 @@ class Run:
         self._between, self._is_before_session = group, True
         self._results.share(group)
 
-    def _measured(
-        self, measure: Callable[[Any], Sums], source: Source, pieces: list[tuple[int, int]]
-    ) -> list[dict[str, list[float]]]:  # fmt: skip
-        """The sums and counts of this rank's pieces."""
-        group, read = self._group, range_reader(source)
+    def _share_of(self, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The pieces that this rank evaluates."""
+        group = self._group
         is_whole = self._question is not None and not self._is_before_session
         shares = self._life.divide(len(pieces)) if is_whole else ()
         if len(shares) != group.world_size:
             shares = assign_shares(len(pieces), (1.0,) * group.world_size)
         first = sum(shares[: group.rank])
-        training = [(part, part.training) for module in self._owned.modules for part in module.modules()]
-        rows = []
-        try:
-            for module in self._owned.modules:
-                module.eval()
-            with torch.no_grad(), self._precision.computing(self._device):
-                for start, stop in pieces[first : first + shares[group.rank]]:
-                    found = measure(source.place(read(start, stop).sample))
-                    rows.append({name: [float(total), float(number)] for name, (total, number) in found.items()})
-        finally:
-            for part, was_training in training:
-                part.training = was_training
-        return rows
+        return pieces[first : first + shares[group.rank]]
 
 
 def _number(name: str, value: Any) -> float:
