@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
                                       "run.own(ddp=torch.nn.parallel.DistributedDataParallel(model))"},
                            r"run.own got a DistributedDataParallel: give it the module inside"),
     "a loader": ({"data": "DataLoader(data, batch_size=24)"}, r"run.steps got a DataLoader: give it the data set"),
-    "a stream": ({"data": "iter(data)"}, r"run.steps got a list_iterator as its data: expected a data set with"),
+    "a stream": ({"data": "iter(data)"}, r"run.steps got a list_iterator, which has no index: wrap it in hetseq.Lanes"),
     "no data": ({"data": "[]"}, r"run.steps got data without a sample"),
     "nothing owned": ({"own": ""}, r"run.steps comes before run.own\(model, optimizer\): nothing would be trained or"),
     "no optimizer": ({"own": "run.own(model)"}, r"run.own got no optimizer: expected"),
