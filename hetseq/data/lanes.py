@@ -349,7 +349,8 @@ def check_is_indexed(dataset: Any, what: str, *, error: type[TaskError] = TaskEr
     if hasattr(dataset, "__iter__") and not isinstance(dataset, Mapping):
         raise error(
             f"{what} a {kind}, which has no index: wrap it in hetseq.Lanes(lambda i: ds.shard(64, i), lanes=64,"
-            f" length=...), or convert it to an indexed format ({_PAGE})"
+            f" length=...), or convert it to an indexed format ({_PAGE}); expected __len__ and __getitem__: if it is"
+            " short, read it into a list"
         )
     raise error(f"{what} a {kind}: expected a data set with __len__ and __getitem__")
 

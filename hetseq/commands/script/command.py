@@ -45,7 +45,7 @@ COMMAND = Command(
     "Write a batch script for a run on the nodes of a queue, to read, change and submit. Nothing is submitted.",
     usage=(
         "SYSTEM [options] -- OPTIONS OF hetseq train",
-        "SYSTEM [options] -- run [OPTIONS OF hetseq train] SCRIPT.py [arguments]",
+        "SYSTEM [options] -- run [options] SCRIPT.py [arguments]",
     ),
     words=(
         Argument("SYSTEM", "the scheduler: slurm, sge, pbs, lsf or condor", among=tuple(SYSTEMS)),

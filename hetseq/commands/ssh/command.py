@@ -53,7 +53,7 @@ COMMAND = Command(
     "Start a run on several hosts with one command, over ssh.",
     usage=(
         "--hosts LIST [options] -- OPTIONS OF hetseq train",
-        "--hosts LIST [options] -- run [OPTIONS OF hetseq train] SCRIPT.py [arguments]",
+        "--hosts LIST [options] -- run [options] SCRIPT.py [arguments]",
         "--install --hosts LIST [options]",
     ),
     words=(
