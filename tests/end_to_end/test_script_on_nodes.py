@@ -63,7 +63,7 @@ def test_a_rank_that_is_stopped_for_longer_than_the_deadline_changes_nothing(
     event: str, alone: Course, tmp_path: Path
 ) -> None:
     """By SIGSTOP, in the script's own code; it is never continued."""
-    three = ("--cpu", "--ranks", 3, "--balance", "5,2,1", "--step-deadline", 3)
+    three = ("--cpu", "--ranks", 3, "--balance", "5,2,1", "--step-deadline", 3, "--script-deadline", 3)
     finished = run_lines(tmp_path, *three, event=event)
     assert finished.code == 0, finished.err
     who = event.split(":")[2]
