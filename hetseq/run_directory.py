@@ -26,6 +26,7 @@ import re
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from hetseq.system.files import write_all
 
 logger = logging.getLogger(__name__)
 
+_HOLDER_S = 1.0  # to say who holds a lock that was taken a moment ago
 MARKER = "# HetSeq run configuration"
 _RUN_ID = re.compile(re.escape(MARKER) + r".*\brun id ([0-9a-f]{16})\b")
 _SUBDIRECTORIES = ("checkpoints", "log", "status", "tensorboard")
@@ -499,9 +501,13 @@ def _with_header(config_yaml: str, run_id: str) -> str:
 
 
 def _holder(descriptor: int) -> str:
-    """The writer of `.lock`: host, pid and start time, in words."""
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-        return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "which is unknown"
+    """The writer of `.lock`: host, pid and start time, in words. It writes them just after it has the lock."""
+    until_s = time.monotonic() + _HOLDER_S
+    while True:
+        try:
+            holder = json.loads(os.pread(descriptor, 4096, 0))
+            return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            if time.monotonic() > until_s:
+                return "which is unknown"
+        time.sleep(0.02)
