@@ -77,7 +77,7 @@ class Uncollated:
 
 
 class WithCursors(NamedTuple):
-    """A collated sample, and where the lanes stood that it was read from. A tuple, so that torch pins what is in it."""
+    """A collated sample, and the cursors of its lanes. A tuple, so that torch pins the tensors in it."""
 
     sample: Any
     cursors: tuple[Cursor, ...]

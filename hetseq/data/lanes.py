@@ -211,7 +211,7 @@ class Lanes(Dataset[Any]):
         layout, is_bound = self._layout, self._batch_of is not None
         steps = _STEPS_KEPT if get_worker_info() is None else _STEPS_KEPT_AHEAD
         kept = steps * layout.per_lane if is_bound else 0
-        # so far apart that of two cursors one lies before any step that begins at or behind the other
+        # more than a step apart: of the two cursors that are kept, the older one lies before every step to come
         spacing = max(_CURSOR_EVERY, layout.per_lane) + self._width if is_bound else 0
         return _Reader(self, lane, cursor, part=layout.part(lane), kept=kept, spacing=spacing)
 

@@ -348,7 +348,7 @@ class Planner:
         return -(-(stop - start) // self.unit)
 
     def assigner(self, step: int) -> Assign:
-        """The function that divides the work of step `step`, which is that of the first of its repetitions."""
+        """The function that divides the work of step `step`; steps over the same samples share one."""
         step -= (step - 1) % self.repeats
         return next((assign for first, assign in reversed(self._changes) if first <= step), self.assign)
 

@@ -140,7 +140,7 @@ class Check:
         self, sums: tuple[float, ...], whole: Gradient, of_cut: Sequence[tuple[tuple[float, ...], Gradient]],
         pieces: int, limit: float,
     ) -> float:  # fmt: skip
-        """How far the gradient of a cut is from that of the whole. Raises TaskError if it is another one."""
+        """The distance between the gradients of a cut and of the whole. Raises TaskError if it is too large."""
         added: Gradient = {}
         for _, gradient in of_cut:
             for name, value in gradient.items():
@@ -153,8 +153,8 @@ class Check:
         counted = sum(found[1] for found, _ in of_cut) if self._has_late_count else 0.0
         if self._has_late_count and sums[1] != counted and apart <= limit:
             raise TaskError(
-                f"the first micro-batch counts {sums[1]:g} as a whole and {counted:g} in {pieces} pieces: count must be"
-                " that of the batch at hand"
+                f"the first micro-batch counts {sums[1]:g} as a whole and {counted:g} in {pieces} pieces: count must"
+                " follow from the batch at hand alone"
             )
         return apart
 
@@ -194,7 +194,7 @@ class Check:
         with ExitStack() as closing:
             closing.enter_context(self._replica.reducer.without_sending())
             closing.callback(setattr, computer, "loss_scale", computer.loss_scale)
-            computer.loss_scale = 1.0  # that of fp16 may still be too large
+            computer.loss_scale = 1.0  # the scale of fp16 may still be too large
             for module in self._script.owned.modules:
                 for part in module.modules():
                     _quieten(part, closing)
@@ -236,7 +236,7 @@ def _complaint(pieces: int, name: str, share: float, ratio: float, *, is_mean: b
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same; what is neither a tensor nor a collection of them is not looked at."""
+    """Whether two batches hold the same tensors; other values are not compared."""
     if isinstance(one, torch.Tensor):
         is_alike = isinstance(other, torch.Tensor) and one.shape == other.shape
         return is_alike and bool(((one == other) | (one != one)).all())

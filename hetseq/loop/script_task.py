@@ -96,7 +96,7 @@ class ScriptTask(Task):
         self.__dict__["term_weights"] = weights  # of this script, not of its class
 
     def begin_log(self) -> None:
-        """What is logged from now on belongs to another step."""
+        """Begin the numbers of another step."""
         self._numbers = self.__dict__["numbers_of_run_log"] = {}  # of this script, not of its class
 
     def log(self, numbers: Mapping[str, float]) -> None:
