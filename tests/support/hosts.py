@@ -1,9 +1,9 @@
-"""Two hosts on this machine: namespaces, each with a name, a network and a folder, and a switch between them.
+"""Hosts on this machine: namespaces, each with a name, a network and a folder, and a switch between them.
 
-`two_hosts(folder)` gives labA (10.77.0.1) and labB (10.77.0.2). Files under `folder / "local"` are private to each
-host; everything else they share, as over a network file system. The switch can stop forwarding: no host notices,
-since all cables stay plugged in. Needs no root where user namespaces are allowed; where they are not, the test is
-skipped.
+`two_hosts(folder)` gives labA (10.77.0.1) and labB (10.77.0.2), `some_hosts` any number, with slow cables if asked.
+Files under `folder / "local"` are private to each host; everything else they share, as over a network file system. The
+switch can stop forwarding: no host notices, since all cables stay plugged in. Needs no root where user namespaces are
+allowed; where they are not, the test is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WITHIN_S = 10.0
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two; `enter` is the prefix of a command that runs there."""
+    """One of them; `enter` is the prefix of a command that runs there."""
 
     name: str
     address: str
@@ -60,6 +60,16 @@ class Host:
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     """labA and labB, as long as the block lasts."""
+    with some_hosts(folder, ("labA", "labB")) as (one, other):
+        yield one, other
+
+
+@contextmanager
+def some_hosts(folder: Path, names: Sequence[str], *, mbit_per_s: float | None = None) -> Iterator[tuple[Host, ...]]:
+    """A host for each name, at 10.77.0.1 and the following, as long as the block lasts.
+
+    `mbit_per_s` (10^6 bits) is what each cable carries in either direction; None: no limit.
+    """
     if subprocess.run(["unshare", "-rmnu", "ip", "link", "add", "v0", "type", "veth"], capture_output=True).returncode:
         pytest.skip("no namespaces here, or no ip(8)")
     (folder / "local").mkdir()
@@ -67,27 +77,29 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     try:
         _hold(holders, ["unshare", "-rmnu"], os.getpid())
         inside = ["nsenter", "-t", str(holders[0].pid), "-U", "--preserve-credentials"]
-        for flags in ("-mnu", "-nu"):
+        for flags in [*["-mnu"] * (len(names) - 1), "-nu"]:
             _hold(holders, [*inside, "unshare", flags], holders[0].pid)
-        enters = [("nsenter", "-t", str(holder.pid), "-U", "--preserve-credentials", "-n", "-u") for holder in holders]
-        one, other = (
-            Host(name, f"10.77.0.{number}", (*enters[number - 1], "-m"), enters[2])
-            for number, name in enumerate(("labA", "labB"), start=1)
+        *enters, switch = (
+            ("nsenter", "-t", str(holder.pid), "-U", "--preserve-credentials", "-n", "-u") for holder in holders
         )
-        _wire((one, holders[0].pid), (other, holders[1].pid), folder / "local")
-        yield one, other
+        hosts = tuple(
+            Host(name, f"10.77.0.{number}", (*enter, "-m"), switch)
+            for number, (name, enter) in enumerate(zip(names, enters, strict=True), start=1)
+        )
+        _wire([(host, holder.pid) for host, holder in zip(hosts, holders)], folder / "local", mbit_per_s)
+        yield hosts
     finally:
         for holder in holders:
             holder.kill()
             holder.wait()
 
 
-def _wire(one: tuple[Host, int], other: tuple[Host, int], local: Path) -> None:
+def _wire(hosts: Sequence[tuple[Host, int]], local: Path, mbit_per_s: float | None) -> None:
     """Give each host its name, its folder and its cable; the pids are of processes in them."""
-    switch = Host("switch", "", one[0].switch, ())
+    switch = Host("switch", "", hosts[0][0].switch, ())
     switch.run("ip", "link", "add", "switch", "type", "bridge")
     switch.run("ip", "link", "set", "switch", "up")
-    for host, pid in (one, other):
+    for host, pid in hosts:
         host.run("hostname", host.name)
         host.run("mount", "-t", "tmpfs", "none", str(local))
         host.run("ip", "link", "set", "lo", "up")
@@ -96,6 +108,11 @@ def _wire(one: tuple[Host, int], other: tuple[Host, int], local: Path) -> None:
         switch.run("ip", "link", "set", "cable", "netns", str(pid))
         host.run("ip", "address", "add", f"{host.address}/24", "dev", "cable")
         host.run("ip", "link", "set", "cable", "up")
+        if mbit_per_s is not None:
+            # what leaves an end is limited there: the way up at the host, the way down at the switch
+            for end, device in ((host, "cable"), (switch, host.name)):
+                limit = f"tbf rate {mbit_per_s:g}mbit burst 32kb latency 400ms".split()
+                end.run("tc", "qdisc", "add", "dev", device, "root", *limit)
 
 
 def _hold(holders: list[subprocess.Popen[bytes]], prefix: Sequence[str], outside: int) -> None:
