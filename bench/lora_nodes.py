@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,7 @@ class Window:
     steps: int
     sent_bytes: int = 0
     communication_s: float = 0.0  # that no rank could hide, as the rows say
+    others_s: float = 0.0  # CPU time of programs that are not this script's, from its look at the first row on
 
     @property
     def speed(self) -> float:
@@ -270,13 +271,11 @@ def one_round(lab: Lab, words: Sequence[str], number: int, arguments: argparse.N
         "idle": lambda name: [alone(lab, f"{name}-{node}", words, [node], arguments)[0] for node in everyone],
         "joint": lambda name: [joint(lab, name, words, arguments)],
     }
-    found, before_s, began_s = dict[str, Any](), cpu_seconds_of_others(), time.monotonic()
+    found = dict[str, Any]()
     for part in sorted(parts, reverse=number % 2 == 1):
         found[part] = parts[part](f"{part}-{number}")
         told = " + ".join(f"{window.speed:.2f}" for window in found[part])
         print(f"round {number + 1}, {part}: {told} samples/s", flush=True)
-    used_s = cpu_seconds_of_others() - before_s
-    found["others"] = max(0.0, used_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
     return found
 
 
@@ -285,13 +284,16 @@ def alone(
 ) -> list[Window]:
     """Each of these nodes trains for itself, all at the same time, until all have been measured."""
     runs = [lab.begin(f"{name}-{node}", words, [node]) for node in nodes]
+    await_(runs, lambda: all(len(run.seen) > ALONE_SETTLE for run in runs), f"the first steps of {name}")
+    firsts, before_s = [len(run.seen) - 1 for run in runs], cpu_seconds_of_others()
 
-    def is_measured(run: Run) -> bool:
-        counted = run.seen[ALONE_SETTLE:]
-        return len(counted) > 2 and counted[-1].at_s - counted[0].at_s >= arguments.seconds
+    def is_measured(run: Run, first: int) -> bool:
+        counted = run.seen[first:]
+        return len(counted) > 2 and counted[-1].at_s - counted[0].at_s >= float(arguments.seconds)
 
-    await_(runs, lambda: all(map(is_measured, runs)), f"steps of {name}")
-    windows = [window_of(run.seen[ALONE_SETTLE:]) for run in runs]
+    await_(runs, lambda: all(map(is_measured, runs, firsts)), f"steps of {name}")
+    others_s = cpu_seconds_of_others() - before_s
+    windows = [window_of(run.seen[first:], others_s=others_s) for run, first in zip(runs, firsts)]
     for run in runs:
         lab.finish(run)
     return windows
@@ -311,11 +313,12 @@ def measured(lab: Lab, run: Run, arguments: argparse.Namespace) -> Window:
     """The next steps of all nodes, once the shares have settled."""
     world_size = len(lab.hosts)
     await_([run], lambda: run.steps_of(world_size) >= SETTLE, f"{SETTLE} steps of {world_size} nodes")
-    first, bytes_before = len(run.seen) - 1, lab.sent_bytes()
+    first, bytes_before, before_s = len(run.seen) - 1, lab.sent_bytes(), cpu_seconds_of_others()
 
     def is_over() -> bool:
         counted = run.seen[first:]
-        return len(counted) > arguments.steps and counted[-1].at_s - counted[0].at_s >= arguments.seconds
+        lasts_s: float = counted[-1].at_s - counted[0].at_s
+        return len(counted) > int(arguments.steps) and lasts_s >= float(arguments.seconds)
 
     await_([run], is_over, "the measured steps")
     counted = run.seen[first:]
@@ -323,7 +326,7 @@ def measured(lab: Lab, run: Run, arguments: argparse.Namespace) -> Window:
         raise SystemExit(
             f"a node was lost during the measurement: {run.folder.with_suffix('.0.txt').read_text()[-3000:]}"
         )
-    return window_of(counted, lab.sent_bytes() - bytes_before)
+    return window_of(counted, lab.sent_bytes() - bytes_before, others_s=cpu_seconds_of_others() - before_s)
 
 
 def leave_and_return(lab: Lab, run: Run, words: Sequence[str]) -> None:
@@ -341,7 +344,7 @@ def leave_and_return(lab: Lab, run: Run, words: Sequence[str]) -> None:
     await_([run], lambda: run.steps_of(last + 1) >= 1, "the return of the node")
 
 
-def window_of(seen: Sequence[Seen], sent_bytes: int = 0) -> Window:
+def window_of(seen: Sequence[Seen], sent_bytes: int = 0, *, others_s: float) -> Window:
     """From the row of the first of these steps, which is not counted, to the row of the last."""
     rows = [one.row for one in seen[1:]]
     return Window(
@@ -350,6 +353,7 @@ def window_of(seen: Sequence[Seen], sent_bytes: int = 0) -> Window:
         steps=len(rows),
         sent_bytes=sent_bytes,
         communication_s=sum(row.get("communication_s") or 0.0 for row in rows),
+        others_s=max(0.0, others_s),
     )
 
 
@@ -368,17 +372,18 @@ def await_(runs: Sequence[Run], look: Callable[[], bool], what: str) -> None:
 
 
 def cpu_seconds_of_others() -> float:
-    """CPU seconds of this machine so far, without this script and all that it has started."""
+    """CPU seconds of this machine so far, without this script and the processes below it that live now.
+
+    So a difference is right where they all live from the first look to the second.
+    """
     ticks = os.sysconf("SC_CLK_TCK")
-    everything = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     ours = 0
     for pid in tree(os.getpid()):
-        try:
+        with suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended, and its parent has its time
-            continue
-        ours += sum(map(int, fields[11:15]))  # its own time, and the time of the children that it has waited for
-    user, nice, system, _idle, _wait, *interrupts = everything[:7]
+            ours += int(fields[11]) + int(fields[12])
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+    user, nice, system, _idle, _wait, *interrupts = map(int, words)
     return (user + nice + system + sum(interrupts) - ours) / ticks
 
 
@@ -476,8 +481,13 @@ def figures_of(one: Mapping[str, Any]) -> dict[str, Any]:
         "step_s": together.seconds / together.steps,
         "communication_s": together.communication_s / together.steps,
         "sent_bytes": together.sent_bytes / together.steps,
-        "others": one["others"],
+        "others": most_of_others([window for part in ("busy", "idle", "joint") for window in one[part]]),
     }
+
+
+def most_of_others(windows: Sequence[Window]) -> float:
+    """The largest part of the cores that programs of others took during a measurement."""
+    return max(window.others_s / window.seconds for window in windows) / (os.cpu_count() or 1)
 
 
 if __name__ == "__main__":
