@@ -1,0 +1,494 @@
+"""LoRA on three unequal nodes behind slow cables, of which one leaves and returns: joint speed, and exactness.
+
+    python bench/lora_nodes.py [--factors 1,2,4] [--mbit 20] [--rounds 2]
+
+Each node is a network namespace with a cable of 20 Mbit/s in either direction, and runs `hetseq train --task
+hf_causal_lm --lora-rank 8` on a model made from its configuration. `--throttle` makes the nodes 1, 2 and 4 times
+slower: a piece of compute that takes c seconds of CPU lasts c, 2 c and 4 c, so the three need 1.75 cores. The first
+node has a core to itself, all others share the second one.
+
+A round has three parts, and the next round has them in the reversed order:
+
+    busy    each node trains for itself, all at the same time, without communication; their summed speed is 100 %
+    idle    each node trains for itself while the others rest
+    joint   all train together; the last one is dropped, returns with the same command, and trains again
+
+Whoever trains does whole steps of the same global batch in micro-batches of the same size, by the same command line
+but for the meeting place. A speed is samples over seconds, from the row of one step to the row of another, by the clock
+of this script. The joint speed counts the steps for which all nodes were present, before the leave and after the
+return, once the shares have settled. Bytes are those of the cables, all protocols included.
+
+At the end a smaller model trains in fp64, in the same way with a leave and a return, and then on one device: losses and
+adapters are compared. The script needs root or user namespaces, ip(8) and tc(8), and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import figures
+from het import factors
+from recover import end
+from resident import tree
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+BAR, MOST_APART = 0.90, 1e-11
+PATIENCE_S = 600.0
+SETTLE, ALONE_SETTLE, AWAY = 8, 1, 3  # steps that are not counted; steps without the node that has left
+PORT = 29411
+WORDS = ("river", "boat", "wide", "small", "steady", "hand", "water", "stone", "letter", "window", "garden", "light")
+#: the model that is timed, and the one whose numbers are compared
+TIMED = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+EXACT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; an error ends the script in words."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--factors", type=factors, default=(1.0, 2.0, 4.0), help="how much slower each node is")
+    parser.add_argument(
+        "--mbit", type=float, default=20.0, help="of each cable in either direction, 10^6 bits a second"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a measurement, at least")
+    parser.add_argument("--steps", type=int, default=8, help="of a measurement of the joint run, at least")
+    parser.add_argument("--batch", type=int, default=64, help="samples of a step")
+    parser.add_argument("--micro-batch", type=int, default=8, help="samples of a micro-batch, at most")
+    parser.add_argument("--rank", type=int, default=8, help="of LoRA")
+    arguments = parser.parse_args(words)
+    if min(arguments.rounds, arguments.steps, arguments.batch, arguments.micro_batch, arguments.rank) < 1:
+        parser.error("--rounds, --steps, --batch, --micro-batch and --rank: expected numbers of at least 1")
+    if not arguments.mbit > 0 or not arguments.seconds >= 0:
+        parser.error("--mbit: expected a number above 0; --seconds: 0 or more")
+    return arguments
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step of a run: when this script saw its row, and the row."""
+
+    at_s: float
+    row: Mapping[str, Any]
+
+
+@dataclass
+class Run:
+    """A run in progress: its launchers by the number of the node, and the rows that were seen."""
+
+    folder: Path
+    launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
+    _read: int = 0
+
+    def look(self) -> None:
+        """Take the rows that have appeared. Raises SystemExit with its last words if a launcher has ended."""
+        path, now_s = self.folder / "metrics.jsonl", time.monotonic()
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read)
+                *lines, torn = file.read().split(b"\n")
+                self._read = file.tell() - len(torn)
+            rows = (json.loads(line) for line in lines)
+            self.seen += [Seen(now_s, row) for row in rows if "loss" in row]
+        for number, launcher in self.launchers.items():
+            if launcher.poll() is not None:
+                said = self.folder.with_suffix(f".{number}.txt").read_text(errors="replace")[-3000:]
+                raise SystemExit(f"node {number} of {self.folder.name} ended with {launcher.returncode}:\n{said}")
+
+    def steps_of(self, world_size: int) -> int:
+        """How many of the newest steps in a row had so many ranks."""
+        count = 0
+        for seen in reversed(self.seen):
+            if seen.row["world_size"] != world_size:
+                break
+            count += 1
+        return count
+
+
+@dataclass(frozen=True)
+class Window:
+    """A measurement of one run: samples and seconds of whole steps, and bytes that left the nodes by their cables."""
+
+    samples: int
+    seconds: float
+    steps: int
+    sent_bytes: int = 0
+    communication_s: float = 0.0  # that no rank could hide, as the rows say
+    others_s: float = 0.0  # CPU time of programs that are not this script's, from its look at the first row on
+
+    @property
+    def speed(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+    def __add__(self, other: Window) -> Window:
+        return Window(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass
+class Lab:
+    """The hosts, and the command line of a training by the numbers of the nodes that take part in it."""
+
+    hosts: Sequence[Any]
+    factors: Sequence[float]
+    folder: Path
+    running: list[Run] = field(default_factory=list)
+
+    def begin(self, name: str, words: Sequence[str], nodes: Sequence[int]) -> Run:
+        """Start a training on these nodes together."""
+        run = Run(self.folder / name)
+        self.running.append(run)
+        for number in nodes:
+            self.start(run, words, number, is_alone=len(nodes) == 1)
+        return run
+
+    def start(self, run: Run, words: Sequence[str], number: int, *, is_alone: bool = False) -> None:
+        """Start one node of a training: for the first time, or again."""
+        host, cores = self.hosts[number], sorted(os.sched_getaffinity(0))
+        slowed = [f"0:{self.factors[number]:g}"] if is_alone else [f"{at}:{f:g}" for at, f in enumerate(self.factors)]
+        place = [] if is_alone else [
+            "--distributed-init-method", f"tcp://{self.hosts[0].address}:{PORT}", "--distributed-world-size",
+            str(len(self.hosts)), "--distributed-rank", str(number),
+        ]  # fmt: skip
+        core = str(cores[min(number, len(cores) - 1)])
+        command = [
+            *host.enter, "taskset", "-c", core, sys.executable, "-m", "hetseq", "train", *words, "--ranks", "1",
+            "--throttle", ",".join(slowed), *place, "--save-dir", str(run.folder),
+        ]  # fmt: skip
+        with run.folder.with_suffix(f".{number}.txt").open("ab") as said:
+            run.launchers[number] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=self.folder,
+                env=environment(self.folder), start_new_session=True,
+            )  # fmt: skip
+
+    def finish(self, run: Run) -> None:
+        """End a training; a checkpoint of its last step is saved if its words ask for one."""
+        launchers = list(run.launchers.values())
+        run.launchers = {}
+        for launcher in launchers:
+            launcher.terminate()
+        for launcher in launchers:
+            end(launcher)
+        self.running.remove(run)
+
+    def sent_bytes(self) -> int:
+        """What has left all nodes by their cables so far."""
+        tables = [host.run("cat", "/proc/net/dev") for host in self.hosts]
+        return sum(int(line.split()[9]) for table in tables for line in table.splitlines() if "cable:" in line)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of a node: one thread, a home folder for the secret, and no interface prescribed."""
+    found = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    found.pop("GLOO_SOCKET_IFNAME", None)
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return found
+
+
+@contextmanager
+def lab_of(folder: Path, slowed: Sequence[float], mbit_per_s: float) -> Iterator[Lab]:
+    """Namespaces and cables; whatever still runs in them is ended."""
+    import pytest
+
+    from tests.support.hosts import some_hosts
+
+    names = [f"lab{chr(ord('A') + number)}" for number in range(len(slowed))]
+    try:
+        with some_hosts(folder, names, mbit_per_s=mbit_per_s) as hosts:
+            lab = Lab(hosts, slowed, folder)
+            try:
+                yield lab
+            finally:
+                for run in list(lab.running):
+                    lab.finish(run)
+    except pytest.skip.Exception as reason:
+        raise SystemExit(f"lora_nodes.py: {reason}") from None
+
+
+def main() -> int:
+    """Measure and print; 1 if a bar is missed."""
+    arguments = parse()
+    print(f"load of the machine at the start: {os.getloadavg()[0]:.2f}", flush=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="hetseq-lora-nodes-") as name,
+        lab_of(Path(name), arguments.factors, arguments.mbit) as lab,
+    ):
+        words = train_words(lab.folder, "timed", TIMED, arguments, precision="fp32")
+        rounds = [one_round(lab, [*words, "--no-save"], number, arguments) for number in range(arguments.rounds)]
+        words = train_words(lab.folder, "exact", EXACT, arguments, precision="fp64")
+        apart = differences(lab, words)
+    return report(rounds, apart, arguments)
+
+
+def train_words(
+    folder: Path, name: str, sizes: Mapping[str, Any], arguments: argparse.Namespace, *, precision: str
+) -> list[str]:
+    """The command line of a training, its model and its texts made."""
+    from tests.support.tiny_models import publish
+
+    model = publish(folder / f"{name}-model", "llama", seed=1, initializer_range=0.05, **sizes)
+    chance, texts = random.Random(0), folder / f"{name}.jsonl"
+    with texts.open("w", encoding="utf-8") as file:
+        for _ in range(64 * arguments.batch):
+            text = " ".join(chance.choices(WORDS, k=40))[: chance.randint(100, 120)]
+            file.write(json.dumps({"text": text}) + "\n")
+    options = {
+        "task": "hf_causal_lm", "model": model, "data": texts, "max-length": 128, "lora-rank": arguments.rank,
+        "precision": precision, "optimizer": "adamw", "lr": 1e-3, "lr-scheduler": "constant",
+        "global-batch-size": arguments.batch, "batch-size": arguments.micro_batch, "max-update": 1_000_000,
+        "log-format": "none", "memory-interval-updates": 0, "noise-scale-every": 0, "num-workers": 0,
+    }  # fmt: skip
+    return [
+        "--cpu",
+        "--disable-validation",
+        *(word for key, value in options.items() for word in (f"--{key}", str(value))),
+    ]
+
+
+# Speed.
+
+
+def one_round(lab: Lab, words: Sequence[str], number: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All three parts in turn: windows of each node, and of all together."""
+    everyone = range(len(lab.hosts))
+    parts: dict[str, Callable[[str], list[Window]]] = {
+        "busy": lambda name: alone(lab, name, words, everyone, arguments),
+        "idle": lambda name: [alone(lab, f"{name}-{node}", words, [node], arguments)[0] for node in everyone],
+        "joint": lambda name: [joint(lab, name, words, arguments)],
+    }
+    found = dict[str, Any]()
+    for part in sorted(parts, reverse=number % 2 == 1):
+        found[part] = parts[part](f"{part}-{number}")
+        told = " + ".join(f"{window.speed:.2f}" for window in found[part])
+        print(f"round {number + 1}, {part}: {told} samples/s", flush=True)
+    return found
+
+
+def alone(
+    lab: Lab, name: str, words: Sequence[str], nodes: Sequence[int], arguments: argparse.Namespace
+) -> list[Window]:
+    """Each of these nodes trains for itself, all at the same time, until all have been measured."""
+    runs = [lab.begin(f"{name}-{node}", words, [node]) for node in nodes]
+    await_(runs, lambda: all(len(run.seen) > ALONE_SETTLE for run in runs), f"the first steps of {name}")
+    firsts, before_s = [len(run.seen) - 1 for run in runs], cpu_seconds_of_others()
+
+    def is_measured(run: Run, first: int) -> bool:
+        counted = run.seen[first:]
+        return len(counted) > 2 and counted[-1].at_s - counted[0].at_s >= float(arguments.seconds)
+
+    await_(runs, lambda: all(map(is_measured, runs, firsts)), f"steps of {name}")
+    others_s = cpu_seconds_of_others() - before_s
+    windows = [window_of(run.seen[first:], others_s=others_s) for run, first in zip(runs, firsts)]
+    for run in runs:
+        lab.finish(run)
+    return windows
+
+
+def joint(lab: Lab, name: str, words: Sequence[str], arguments: argparse.Namespace) -> Window:
+    """All train together, one leaves and returns; the steps of all, before and after."""
+    run = lab.begin(name, words, range(len(lab.hosts)))
+    before = measured(lab, run, arguments)
+    leave_and_return(lab, run, words)
+    after = measured(lab, run, arguments)
+    lab.finish(run)
+    return before + after
+
+
+def measured(lab: Lab, run: Run, arguments: argparse.Namespace) -> Window:
+    """The next steps of all nodes, once the shares have settled."""
+    world_size = len(lab.hosts)
+    await_([run], lambda: run.steps_of(world_size) >= SETTLE, f"{SETTLE} steps of {world_size} nodes")
+    first, bytes_before, before_s = len(run.seen) - 1, lab.sent_bytes(), cpu_seconds_of_others()
+
+    def is_over() -> bool:
+        counted = run.seen[first:]
+        lasts_s: float = counted[-1].at_s - counted[0].at_s
+        return len(counted) > int(arguments.steps) and lasts_s >= float(arguments.seconds)
+
+    await_([run], is_over, "the measured steps")
+    counted = run.seen[first:]
+    if run.steps_of(world_size) < len(counted):
+        raise SystemExit(
+            f"a node was lost during the measurement: {run.folder.with_suffix('.0.txt').read_text()[-3000:]}"
+        )
+    return window_of(counted, lab.sent_bytes() - bytes_before, others_s=cpu_seconds_of_others() - before_s)
+
+
+def leave_and_return(lab: Lab, run: Run, words: Sequence[str]) -> None:
+    """The last node is dropped, the others make some steps, and it comes back."""
+    from hetseq.commands.drop import drop
+
+    last = len(lab.hosts) - 1
+    leaver = run.launchers.pop(last)
+    drop([str(run.folder), lab.hosts[last].name])
+    await_([run], lambda: leaver.poll() is not None, "the end of the node that leaves")
+    if leaver.returncode != 0:
+        raise SystemExit(f"the node that was dropped ended with {leaver.returncode}")
+    await_([run], lambda: run.steps_of(last) >= AWAY, f"{AWAY} steps of {last} nodes")
+    lab.start(run, words, last)
+    await_([run], lambda: run.steps_of(last + 1) >= 1, "the return of the node")
+
+
+def window_of(seen: Sequence[Seen], sent_bytes: int = 0, *, others_s: float) -> Window:
+    """From the row of the first of these steps, which is not counted, to the row of the last."""
+    rows = [one.row for one in seen[1:]]
+    return Window(
+        samples=sum(row["samples"] for row in rows),
+        seconds=seen[-1].at_s - seen[0].at_s,
+        steps=len(rows),
+        sent_bytes=sent_bytes,
+        communication_s=sum(row.get("communication_s") or 0.0 for row in rows),
+        others_s=max(0.0, others_s),
+    )
+
+
+def await_(runs: Sequence[Run], look: Callable[[], bool], what: str) -> None:
+    """Return once `look` is true; end the script in words if a node ends before, or it takes too long."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        for run in runs:
+            run.look()
+        if look():
+            return
+        if time.monotonic() > deadline_s:
+            said = "\n".join(path.read_text(errors="replace")[-1500:] for path in runs[0].folder.parent.glob("*.txt"))
+            raise SystemExit(f"not within {PATIENCE_S:g} s: {what}\n{said}")
+        time.sleep(0.005)
+
+
+def cpu_seconds_of_others() -> float:
+    """CPU seconds of this machine so far, without this script and the processes below it that live now.
+
+    So a difference is right where they all live from the first look to the second.
+    """
+    ticks = os.sysconf("SC_CLK_TCK")
+    ours = 0
+    for pid in tree(os.getpid()):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ours += int(fields[11]) + int(fields[12])
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+    user, nice, system, _idle, _wait, *interrupts = map(int, words)
+    return (user + nice + system + sum(interrupts) - ours) / ticks
+
+
+# Exactness.
+
+
+def differences(lab: Lab, words: Sequence[str]) -> dict[str, Any]:
+    """Losses and adapters of three nodes, with a leave and a return, against one device: the largest differences.
+
+    A difference is relative: of a loss to that loss, of a number of the state to the largest one of its tensor.
+    """
+    from tests.support.trials import curve, last_state
+
+    run = lab.begin("exact", words, range(len(lab.hosts)))
+    await_([run], lambda: run.steps_of(len(lab.hosts)) >= SETTLE, "steps of all nodes")
+    leave_and_return(lab, run, words)
+    await_([run], lambda: run.steps_of(len(lab.hosts)) >= SETTLE, "steps after the return")
+    sizes = [seen.row["world_size"] for seen in run.seen]
+    lab.finish(run)
+    mine = curve(run.folder)
+    one = lab.folder / "one"
+    done = subprocess.run(
+        [sys.executable, "-m", "hetseq", "train", *words, "--max-update", str(max(mine)), "--save-dir", str(one)],
+        cwd=lab.folder, env=environment(lab.folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"one device ended with {done.returncode}: {done.stderr[-3000:]}")
+    right = curve(one)
+    if mine.keys() != right.keys():
+        raise SystemExit(f"the nodes have {len(mine)} steps, and one device {len(right)}")
+    states = [last_state(folder).tensors for folder in (run.folder, one)]
+    if states[0].keys() != states[1].keys():
+        raise SystemExit("the state of the nodes and the state of one device have different tensors")
+    return {
+        "steps": len(mine),
+        "steps_of_all": sizes.count(len(lab.hosts)),
+        "loss": max(abs(mine[step]["loss"] - right[step]["loss"]) / abs(right[step]["loss"]) for step in right),
+        "state": max(apart(states[0][name], value) for name, value in states[1].items()),
+        "learnt": right[1]["loss"] - right[max(right)]["loss"],
+    }
+
+
+def apart(found: Any, right: Any) -> float:
+    """The largest difference of two tensors, relative to the largest number of the second."""
+    largest = float(right.double().abs().max()) if right.numel() else 0.0
+    difference = float((found.double() - right.double()).abs().max()) if right.numel() else 0.0
+    return difference / largest if largest else difference
+
+
+# Report.
+
+
+HEADS = ("round", "joint, samples/s", "busy, summed", "idle, summed", "joint, % of busy", "% of idle", "step, s",
+         "exchange, s", "sent, kB a step", "others, % of cores")  # fmt: skip
+
+
+def report(rounds: Sequence[Mapping[str, Any]], apart_by: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    """The table, the verdicts, the line of JSON; 1 if a bar is missed."""
+    rows = [figures_of(one) for one in rounds]
+    cells = [
+        [
+            str(number), f"{row['joint']:.2f}", f"{row['busy']:.2f}", f"{row['idle']:.2f}", f"{row['of_busy']:.1%}",
+            f"{row['of_idle']:.1%}", f"{row['step_s']:.2f}", f"{row['communication_s']:.3f}",
+            f"{row['sent_bytes'] / 1e3:.0f}", f"{row['others']:.0%}",
+        ]
+        for number, row in enumerate(rows, start=1)
+    ]  # fmt: skip
+    slowed = ":".join(f"{factor:g}" for factor in arguments.factors)
+    print(f"LoRA of rank {arguments.rank}, nodes {slowed} times slower, cables of {arguments.mbit:g} Mbit/s")
+    print(figures.table(HEADS, cells))
+    share = figures.spread([row["of_busy"] for row in rows])
+    holds = share.median >= BAR
+    print(f"joint speed: {share.shown('.1f', 100)} % of the summed speeds (bar: {BAR:.0%}: {'yes' if holds else 'NO'})")
+    is_exact = max(apart_by["loss"], apart_by["state"]) <= MOST_APART
+    print(
+        f"fp64, {apart_by['steps']} steps, {apart_by['steps_of_all']} of them by all nodes, the loss fell by"
+        f" {apart_by['learnt']:.3f}: against one device, losses {apart_by['loss']:.1e}, adapters and moments"
+        f" {apart_by['state']:.1e} (bar: {MOST_APART:g}: {'yes' if is_exact else 'NO'})"
+    )
+    print(figures.json_line("lora_nodes", vars(arguments), [*rows, apart_by]))
+    return 0 if holds and is_exact else 1
+
+
+def figures_of(one: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a round."""
+    (together,) = one["joint"]
+    sums = {part: sum(window.speed for window in one[part]) for part in ("busy", "idle")}
+    return {
+        "joint": together.speed,
+        **sums,
+        "of_busy": figures.share_of_sum(together.speed, [window.speed for window in one["busy"]]),
+        "of_idle": figures.share_of_sum(together.speed, [window.speed for window in one["idle"]]),
+        "speeds_busy": [window.speed for window in one["busy"]],
+        "speeds_idle": [window.speed for window in one["idle"]],
+        "step_s": together.seconds / together.steps,
+        "communication_s": together.communication_s / together.steps,
+        "sent_bytes": together.sent_bytes / together.steps,
+        "others": most_of_others([window for part in ("busy", "idle", "joint") for window in one[part]]),
+    }
+
+
+def most_of_others(windows: Sequence[Window]) -> float:
+    """The largest part of the cores that programs of others took during a measurement."""
+    return max(window.others_s / window.seconds for window in windows) / (os.cpu_count() or 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
