@@ -46,6 +46,13 @@ class HfCausalLmTask(Task):
 
     Options = HfCausalLmOptions
 
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._loaded: list[CausalRows] = []
+        self._is_packed = True
+        #: a batch, with its logits and targets
+        self._kept: tuple[Batch, tuple[Tensor, Tensor]] | None = None
+
     def load_dataset(self, split: str) -> CausalRows:
         """The rows of a split. Raises DataError and MissingSplitError."""
         dataset = load_rows(
@@ -113,12 +120,6 @@ class HfCausalLmTask(Task):
             return [json.dumps(row) for row in new.tolist()]
         texts = self._tokenizer.batch_decode(new, skip_special_tokens=True)
         return [json.dumps(text, ensure_ascii=False) for text in texts]
-
-    def __init__(self, args: Any) -> None:
-        super().__init__(args)
-        self._loaded: list[CausalRows] = []
-        self._is_packed = True
-        self._kept: tuple[Batch, tuple[Tensor, Tensor]] | None = None  # a batch, its logits and targets
 
     @functools.cached_property
     def _files(self) -> CausalLmFiles:
