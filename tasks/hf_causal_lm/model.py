@@ -132,24 +132,23 @@ def library(name: str) -> Any:
 class PredictedOnly:
     """Gives the vocabulary head of a model the hidden states of predicted tokens alone, whatever the architecture.
 
-    A forward of the whole model outside `logits`, as in `generate`, is left as it is.
+    One for each model. A forward of the model outside `logits`, as in `generate`, is left as it is.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
         self._places: Tensor | None = None
         self._shape: tuple[int, ...] = ()
         model.get_output_embeddings().register_forward_pre_hook(self._select)
 
-    def logits(self, input_ids: Tensor, position_ids: Tensor | None, places: Tensor) -> Tensor:
-        """The logits (m, vocabulary) at `places` (m,), row * L + column of input_ids (r, L).
+    def logits(self, model: Any, input_ids: Tensor, position_ids: Tensor | None, places: Tensor) -> Tensor:
+        """The logits (m, vocabulary) of the model at `places` (m,), row * L + column of input_ids (r, L).
 
         With position_ids (r, L) documents of a row are kept apart, where positions begin at 0 again.
         """
         self._places, self._shape = places, tuple(input_ids.shape)
         options = {} if position_ids is None else {"position_ids": position_ids}
         try:
-            found: Tensor = self._model(input_ids=input_ids, use_cache=False, **options).logits
+            found: Tensor = model(input_ids=input_ids, use_cache=False, **options).logits
         finally:
             self._places = None
         if found.shape[:2] == input_ids.shape:  # a head that has not been called as a module of its own

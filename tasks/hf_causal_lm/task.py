@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,7 @@ class HfCausalLmTask(Task):
         super().__init__(args)
         self._loaded: list[CausalRows] = []
         self._is_packed = True
+        self._predicted_only = WeakKeyDictionary[nn.Module, networks.PredictedOnly]()
         #: a batch, with its logits and targets
         self._kept: tuple[Batch, tuple[Tensor, Tensor]] | None = None
 
@@ -73,7 +75,6 @@ class HfCausalLmTask(Task):
             logger.info("%s does not keep documents in one row apart: each has a row of its own", type(model).__name__)
         for dataset in self._loaded:
             dataset.is_packed = self._is_packed
-        self._predicted_only = networks.PredictedOnly(model)
         return model  # type: ignore[no-any-return]
 
     def export(self, model: nn.Module, folder: Path, merge: bool = False) -> None:
@@ -86,7 +87,7 @@ class HfCausalLmTask(Task):
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
         """Cross entropy in nats, summed over the predicted tokens."""
-        found = self._predicted(sample)
+        found = self._predicted(model, sample)
         if not torch.is_grad_enabled():  # in validation, where `metrics` asks for the same at once
             self._kept = sample, found
         return {"loss": _cross_entropy(*found)}
@@ -94,7 +95,7 @@ class HfCausalLmTask(Task):
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
         """`token_accuracy`: how often the most likely token is the correct one; and nats, for `summarise`."""
         kept, self._kept = self._kept, None
-        logits, targets = kept[1] if kept is not None and kept[0] is sample else self._predicted(sample)
+        logits, targets = kept[1] if kept is not None and kept[0] is sample else self._predicted(model, sample)
         correct, nats = torch.sum(logits.argmax(dim=1) == targets), _cross_entropy(logits, targets)
         tokens = float(len(targets))
         return {"token_accuracy": (float(correct), tokens), "perplexity": (float(nats), tokens)}  # sync, in validation
@@ -157,11 +158,14 @@ class HfCausalLmTask(Task):
         targets = tuple(filter(None, map(str.strip, (options.lora_targets or "").split(","))))
         return networks.Lora(options.lora_rank, alpha, targets)
 
-    def _predicted(self, sample: Batch) -> tuple[Tensor, Tensor]:
+    def _predicted(self, model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
         """Logits (m, vocabulary) and the correct tokens, (m,)."""
         ids, places = sample["input_ids"], sample["target_positions"]
         positions = sample["position_ids"] if self._is_packed else None
-        return self._predicted_only.logits(ids, positions, places), ids.flatten().index_select(0, places + 1)
+        if model not in self._predicted_only:
+            self._predicted_only[model] = networks.PredictedOnly(model)
+        logits = self._predicted_only[model].logits(model, ids, positions, places)
+        return logits, ids.flatten().index_select(0, places + 1)
 
 
 def _padded_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

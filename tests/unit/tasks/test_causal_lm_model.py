@@ -148,11 +148,11 @@ def test_the_head_computes_predicted_tokens_alone_with_the_same_logits(kind: str
     seen: list[tuple[int, ...]] = []
     predicted_only = PredictedOnly(model)
     model.get_output_embeddings().register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
-    found = predicted_only.logits(tokens, None, places)
+    found = predicted_only.logits(model, tokens, None, places)
     assert torch.allclose(found, whole.flatten(0, 1)[places], rtol=0, atol=1e-14)
     assert seen == [(1, 5, model.config.hidden_size)]
     assert model(input_ids=tokens).logits.shape == whole.shape  # as `generate` calls it
-    assert predicted_only.logits(tokens, None, places[:0]).shape == (0, 300)
+    assert predicted_only.logits(model, tokens, None, places[:0]).shape == (0, 300)
 
 
 @pytest.mark.parametrize("setting", [FP64, ADAPTED], ids=["all weights", "lora"])
@@ -163,7 +163,7 @@ def test_activation_checkpointing_changes_no_bit(setting: Setting, llama: Path) 
         chosen = Setting(setting.dtype, 0.2, setting.lora, checkpoints)
         model = build(llama, chosen)
         torch.manual_seed(2)
-        loss = PredictedOnly(model).logits(ids(2, 8), None, torch.arange(7)).logsumexp(1).sum()
+        loss = PredictedOnly(model).logits(model, ids(2, 8), None, torch.arange(7)).logsumexp(1).sum()
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
         found.append([loss.detach(), *gradients])
