@@ -90,6 +90,22 @@ def test_a_prediction_is_the_answer_that_the_model_gives_alone(folder: Path) -> 
         assert text == task._tokenizer.decode(right[0, prompt.shape[1] :], skip_special_tokens=True)
 
 
+@torch.no_grad()
+def test_of_a_prompt_that_leaves_no_room_the_last_tokens_count(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = make(folder, "--max-new-tokens", "246")
+    dataset = task.load_dataset("train")
+    model: Any = task.build_model().eval()
+    row = dataset.collater([dataset[0]])
+    prompt = row["input_ids"][0, : int(row["prompt_lengths"][0])]
+    assert len(prompt) > 10
+    right = model.generate(input_ids=prompt[None, -10:], max_new_tokens=246, do_sample=False, pad_token_id=0)[0, 10:]
+    text = task._tokenizer.decode(right, skip_special_tokens=True)
+    assert [json.loads(line) for line in task.predictions(model, row)] == [text]
+    assert caplog.text.count("their last 10 tokens count") == 1
+    with pytest.raises(ConfigError, match="--max-new-tokens 256: the model in "):
+        make(folder, "--max-new-tokens", "256").predictions(model, row)
+
+
 # Exports.
 
 
