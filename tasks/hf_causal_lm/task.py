@@ -168,7 +168,7 @@ class HfCausalLmTask(Task):
                 f"--max-new-tokens {new}: the model in {self._folder} has {positions} positions, for the prompt too:"
                 " give fewer"
             )
-        return positions - new
+        return int(positions - new)
 
     def _lora(self) -> networks.Lora | None:
         options = self.options
