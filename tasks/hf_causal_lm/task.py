@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetseq import ConfigError, Task, register_task
+from hetseq import ConfigError, ModelCard, Task, register_task
 from hetseq.tasks.hf_causal_lm import export
 from hetseq.tasks.hf_causal_lm import model as networks
 from hetseq.tasks.hf_causal_lm.dataset import Batch, CausalRows, load_rows
-from hetseq.tasks.hf_causal_lm.files import CausalLmFiles
+from hetseq.tasks.hf_causal_lm.files import CausalLmFiles, has_weights
 from hetseq.tasks.hf_causal_lm.tokenizer import Tokenizer, open_tokenizer
 from hetseq.tasks.options import HfCausalLmOptions
 
@@ -51,7 +51,7 @@ class HfCausalLmTask(Task):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self._loaded: list[CausalRows] = []
-        self._is_packed, self._has_told_of_cut = True, False
+        self._is_packed, self._has_told_of_cut, self._has_exported_adapters = True, False, False
         self._predicted_only = WeakKeyDictionary[nn.Module, networks.PredictedOnly]()
         #: a batch, with its logits and targets
         self._kept: tuple[Batch, tuple[Tensor, Tensor]] | None = None
@@ -81,6 +81,19 @@ class HfCausalLmTask(Task):
     def export(self, model: nn.Module, folder: Path, merge: bool = False) -> None:
         """An adapter folder of peft, or a directory that transformers opens, with the tokenizer. Raises ConfigError."""
         export.write(model, folder, self._tokenizer, is_merged=merge)
+        self._has_exported_adapters = hasattr(model, "peft_config") and not merge
+
+    def model_card(self) -> ModelCard:
+        """What the card of the exported model says."""
+        adapted, is_lora = self._has_exported_adapters, self.options.lora_rank is not None
+        kind = "LoRA adapters for a causal language model" if adapted else "A causal language model"
+        merged = ", with LoRA adapters merged into it" if is_lora and not adapted else ""
+        opener = "peft.AutoPeftModelForCausalLM" if adapted else "transformers.AutoModelForCausalLM"
+        return ModelCard(
+            about=f"{kind}{merged}; `{opener}` opens it.", library_name="peft" if adapted else "transformers",
+            pipeline_tag="text-generation", base_model=self._folder if has_weights(self._folder) else None,
+            tags=("lora",) if is_lora else (),
+        )  # fmt: skip
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Predicted tokens."""
