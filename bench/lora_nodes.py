@@ -13,7 +13,7 @@ A round has three parts, and the next round has them in the reversed order:
     idle    each node trains for itself while the others rest
     joint   all train together; the last one is dropped, returns with the same command, and trains again
 
-Whoever trains does whole steps of the same global batch in micro-batches of the same size, by the same command line
+A node that trains does whole steps of the same global batch in micro-batches of the same size, by the same command line
 but for the meeting place. A speed is samples over seconds, from the row of one step to the row of another, by the clock
 of this script. The joint speed counts the steps for which all nodes were present, before the leave and after the
 return, once the shares have settled. Bytes are those of the cables, all protocols included.

@@ -39,6 +39,7 @@ _INCLUDED: dict[str, dict[str, str]] = {
         "bert_classify": "hetseq.tasks.bert.classify:BertClassifyTask",
         "bert_ner": "hetseq.tasks.bert.ner:BertNerTask",
         "gpt": "hetseq.tasks.gpt.task:GptTask",
+        "hf_causal_lm": "hetseq.tasks.hf_causal_lm.task:HfCausalLmTask",
         "mnist": "hetseq.tasks.mnist:MNISTTask",
     },
     "optimizer": {
@@ -59,6 +60,7 @@ _INCLUDED_OPTIONS = {
     "bert_classify": "hetseq.tasks.options:BertClassifyOptions",
     "bert_ner": "hetseq.tasks.options:BertNerOptions",
     "gpt": "hetseq.tasks.options:GptOptions",
+    "hf_causal_lm": "hetseq.tasks.options:HfCausalLmOptions",
 }
 #: checks of an included task's files before workers start, in a module without torch
 _INCLUDED_CHECKS = {
@@ -66,6 +68,7 @@ _INCLUDED_CHECKS = {
     "bert_classify": "hetseq.tasks.early_checks:check_classify",
     "bert_ner": "hetseq.tasks.early_checks:check_ner",
     "gpt": "hetseq.tasks.early_checks:check_gpt",
+    "hf_causal_lm": "hetseq.tasks.early_checks:check_hf_causal_lm",
     "mnist": "hetseq.tasks.early_checks:check_mnist",
 }
 _TASK_BASE = "hetseq.task:Task"

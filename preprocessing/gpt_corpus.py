@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from hetseq.tasks.gpt.config import GptConfig
 from hetseq.tasks.gpt.dataset import IDS, columns_of
 from hetseq.tasks.gpt.tokenizer import TOKENIZER, read_tokens
 from hetseq.tasks.rows.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
+from hetseq.tasks.rows.text_file import documents_of
 
 from .corpus import byte_pairs
 from .corpus import sentences as plain_text
@@ -55,8 +55,6 @@ _SPLITS = ("train", "test")
 _ROWS_AT_ONCE = 4096
 #: characters per stretch, and per call of the encoder: a token takes 440 bytes meanwhile (measured on English books)
 _STRETCH, _STRETCHES = 1 << 20, 2 << 20
-#: the separator line between two documents of a file
-_BETWEEN = re.compile(rf"^{re.escape(byte_pairs.END_OF_TEXT)}[ \t]*$\n?", re.M)
 
 
 @dataclass(frozen=True)
@@ -211,8 +209,7 @@ def _read(options: Options, say: Callable[[str], None], track: Track) -> tuple[l
     advance = track("reading", len(paths))
     for path in paths:
         text, source = read_text(path)
-        texts = [part.strip("\n") for part in _BETWEEN.split(text)]
-        found += [Document(source.name, part.splitlines(keepends=True)) for part in texts if part.strip()]
+        found += [Document(source.name, part.splitlines(keepends=True)) for part in documents_of(text)]
         sources.append(source)
         advance(1)
     if not found:

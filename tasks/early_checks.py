@@ -18,6 +18,7 @@ from hetseq.tasks.bert.fine_tuning_files import find_files as find_beginning
 from hetseq.tasks.gpt.config import GptConfig
 from hetseq.tasks.gpt.files import GptFiles
 from hetseq.tasks.gpt.files import find_records as find_gpt_records
+from hetseq.tasks.hf_causal_lm.files import CausalLmFiles, has_weights
 from hetseq.tasks.mnist_files import find_files, half_of
 from hetseq.tasks.nn.init_from import find_weights
 from hetseq.tasks.rows import labelled_texts, tagged_words
@@ -52,6 +53,24 @@ def check_gpt(config: Config) -> None:
     _check_splits(config, lambda split: _check_records(index, split, config))
     if files.init_from is not None:
         find_weights(config_file.parent)
+
+
+def check_hf_causal_lm(config: Config) -> None:
+    """`--task hf_causal_lm`: the model directory, the files of each split, and a tokenizer if the data are text."""
+    files = CausalLmFiles(config, _option(config, "model"))
+    files.read_config()
+    index = files.records()
+
+    def check(split: str) -> None:
+        if index is None:
+            files.text_file(split)
+        else:
+            _check_records(index, split, config)
+
+    _check_splits(config, check)
+    if index is None:
+        files.find_tokenizer()
+    has_weights(files.folder())
 
 
 def check_ner(config: Config) -> None:

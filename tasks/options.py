@@ -106,3 +106,45 @@ class GptOptions:
     init_from: str | None = _init_from("the network")
     activation_checkpointing: bool = _activation_checkpointing()
     local_copy: str | None = _local_copy()
+
+
+@dataclass(frozen=True)
+class HfCausalLmOptions:
+    """A causal language model of transformers: text, JSONL, chats or records in `--data`."""
+
+    model: str | None = option(
+        None,
+        "directory of the model as transformers reads it: config.json, tokenizer, and weights unless they are to be"
+        " random",
+        metavar="DIR",
+        per_node=True,
+    )
+    lora_rank: int | None = option(
+        None, "train LoRA adapters of this rank, and none of the model's own weights; default: all weights", metavar="N"
+    )
+    lora_alpha: float | None = option(
+        None, "the adapters' factor is alpha / rank; default: twice the rank", metavar="A"
+    )
+    lora_targets: str | None = option(
+        None,
+        "the modules that get adapters, by the ends of their names, such as q_proj,v_proj, or all-linear; default:"
+        " peft's for the architecture",
+        metavar="NAMES",
+    )
+    max_length: int | None = option(
+        None, "tokens of a row at most; default: 1024, or as many as the model takes", metavar="N"
+    )
+    max_new_tokens: int = option(64, "hetseq predict: tokens of a continuation at most", metavar="N")
+    activation_checkpointing: bool = _activation_checkpointing()
+
+    def __post_init__(self) -> None:
+        for name, value in (("--lora-rank", self.lora_rank), ("--max-new-tokens", self.max_new_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value}: expected 1 or more")
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(f"--max-length {self.max_length}: expected 2 or more, as a token needs one before it")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < float("inf"):
+            raise ConfigError(f"--lora-alpha {self.lora_alpha:g}: expected a number above 0")
+        for name, given in (("--lora-alpha", self.lora_alpha), ("--lora-targets", self.lora_targets)):
+            if given is not None and self.lora_rank is None:
+                raise ConfigError(f"{name} {given}: without --lora-rank there are no adapters; leave it out, or add N")

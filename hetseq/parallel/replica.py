@@ -14,7 +14,10 @@ import numpy.typing as npt
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hetseq.comm.directory_groups import send_tensor
+from hetseq.comm.group import Group
 from hetseq.errors import CheckpointMismatch, TaskError, few
+from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
 from hetseq.parallel.task_state import TaskState
@@ -189,6 +192,23 @@ def check_fit(live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of equal shape and dtype are the same memory."""
     return (one.device, one.data_ptr(), one.stride()) == (other.device, other.data_ptr(), other.stride())
+
+
+def begin_alike_(model: torch.nn.Module, group: Group) -> None:
+    """Give all ranks the parameters and buffers of rank zero: other CPUs draw and round them slightly differently.
+
+    But not the base, which is known to be equal.
+    """
+    if group.world_size == 1:
+        return
+    kept = {id(parameter) for parameter in base_parameters(model).values()}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) in kept:
+                continue
+            carrier = tensor.detach().cpu().contiguous()
+            send_tensor(group, carrier, source=0)
+            tensor.copy_(carrier)
 
 
 def batch_norms(model: torch.nn.Module) -> set[str]:

@@ -21,7 +21,7 @@ import torch
 from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.cluster.membership.step_commit import Wish
-from hetseq.comm.directory_groups import DirectoryGroups, everything_shared, send_tensor
+from hetseq.comm.directory_groups import DirectoryGroups, everything_shared
 from hetseq.comm.group import Group, RowTransport
 from hetseq.config.sections import (
     CheckpointConfig,
@@ -40,7 +40,7 @@ from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import gradients_of
 from hetseq.parallel.layout import Layout, one_rank_each
-from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
+from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
 from hetseq.run.checkpointing import Provenance, Saver, saved_batch
@@ -228,7 +228,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
         if beginning is None or (config.checkpoint.reset_dataloader and provenance.batch == asked):
             _check_batch_of_join(config, is_explicit=is_explicit)
         if beginning is None:
-            _begin_alike(job.material.model, job.group)
+            begin_alike_(job.material.model, job.group)
         _override(replica.optimizer, config.checkpoint)
     saver = Saver(
         manager, config.checkpoint, provenance, replica, sharing=job.directory_group, generation=job.group.generation,
@@ -458,19 +458,9 @@ def _provenance(
         vocabulary=getattr(material.train, "vocabulary_digest", None),
         lanes=None if (lanes := lanes_of(material.train)) is None else lanes.in_words(),
         parts=None if parts is None else text_of(parts),
+        base=material.base,
         recipe=recipe_of(config.optimization, material.task),
     )
-
-
-def _begin_alike(model: torch.nn.Module, group: Group) -> None:
-    """Give all ranks the parameters and buffers of rank zero: other CPUs draw and round them slightly differently."""
-    if group.world_size == 1:
-        return
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            carrier = tensor.detach().cpu().contiguous()
-            send_tensor(group, carrier, source=0)
-            tensor.copy_(carrier)
 
 
 def _check_batch_of_join(config: Config, *, is_explicit: bool) -> None:
@@ -533,10 +523,11 @@ def _devices_in_words(names: Sequence[str]) -> str:
 
 def _say_what_runs(controller: Controller, material: LoadedTask, names: Sequence[str]) -> None:
     parameters = sum(parameter.numel() for parameter in material.model.parameters())
+    trained = sum(parameter.numel() for _, parameter in trained_parameters(material.model))
     plan = controller.planner.plan(controller.state.position)
     logger.info(
-        "task %s: %s training samples, %s parameters", type(material.task).__name__, f"{controller.planner.n:,}",
-        f"{parameters:,}",
+        "task %s: %s training samples, %s parameters%s", type(material.task).__name__, f"{controller.planner.n:,}",
+        f"{parameters:,}", "" if trained == parameters else f", {trained:,} of them trained",
     )  # fmt: skip
     logger.info(
         "%d rank%s (%s); the next step has %d samples, shares %s", controller.group.world_size,

@@ -56,6 +56,7 @@ class Provenance:
     vocabulary: str | None = None  # a digest of the meaning of the numbers in the samples; None: unknown
     recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)  # see `hetseq.run.recipe`
     lanes: str | None = None  # the order of training data that are `Lanes`
+    base: str | None = None  # frozen weights that no checkpoint holds, by their content
     parts: str | None = None  # of the training split on different hosts, see `data_by_host`; None: every host has all
 
 
@@ -451,6 +452,7 @@ def describe(
         "vocabulary": provenance.vocabulary,
         "lanes": provenance.lanes,
         "parts": provenance.parts,
+        "base": provenance.base,
         "recipe": dict(provenance.recipe),
         "global_batch": batch_record(provenance.batch),
         "rows": [jsonable(row) for row in rows],

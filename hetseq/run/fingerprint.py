@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from hetseq.cluster.membership.compatibility import (
+    BASE,
     DIGEST_DIGITS,
     LOSS,
     NOT_COMPARED,
@@ -87,6 +88,8 @@ class TaskToCompare(Protocol):
     @property
     def part(self) -> str: ...
     @property
+    def base(self) -> str | None: ...
+    @property
     def own_loop(self) -> object | None: ...
 
 
@@ -102,6 +105,8 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
         **(_task_fields(material) if material.own_loop is None else _script_fields(material)),
         **_model_fields(material.model),
     }
+    if material.base is not None:
+        fields[BASE] = material.base
     deadline_s = now() + _PATIENCE_S
     with _random_numbers_kept():
         splits = dict(material.valid)

@@ -28,6 +28,7 @@ from hetseq.comm.group import Group
 from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
+from hetseq.parallel.base_parameters import check_same_base
 from hetseq.parallel.replica import load_model_, model_tensors
 from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.planning import make_validators
@@ -87,6 +88,7 @@ def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: Gro
     loaded = manager.load(config.checkpoint.which_checkpoint, into=model_tensors(material.model))
     if loaded is None:
         raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
+    check_same_base(material.model, loaded.state)
     load_model_(material.model, loaded.tensors)
     return loaded.identity.step
 

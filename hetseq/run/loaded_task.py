@@ -20,6 +20,7 @@ from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
+from hetseq.parallel.base_parameters import base_digest, check_base, move_
 from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
@@ -77,6 +78,11 @@ class LoadedTask:
         return TaskState(self.task, lanes_of(self.train), is_script=self.own_loop is not None)
 
     @functools.cached_property
+    def base(self) -> str | None:
+        """The name of the model's base, by its content. Computed once: a base does not change."""
+        return base_digest(self.model)
+
+    @functools.cached_property
     def part(self) -> str:
         """The digest of the training data, by which ranks find others that read the same data. Raises DataError.
 
@@ -111,7 +117,8 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     with kept_back() as start_notes:
         model = build_model(task)
     check_model(model)
-    model.to(device, precision.storage)
+    check_base(model)
+    move_(model, device, precision.storage)
     whereabouts.enter(Phase.TRIAL)
     with noting("the trial before the first step"), precision.computing(device):
         trial = probe.check_loss(

@@ -23,12 +23,12 @@ from hetseq.checkpoint import Identity, Loaded
 from hetseq.cluster.membership.decide import Record
 from hetseq.comm.directory_groups import DirectoryGroups, send_bytes
 from hetseq.errors import DisagreementError, PeerLostError
+from hetseq.parallel.checksums import checksums
 from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import Provenance, Saver, Underway, batch_record, describe, read_state, saved_batch
 from hetseq.run.state_transfer import send_checkpoint
 from hetseq.system import faults
 from hetseq.training.controller import TrainingState
-from hetseq.training.replica_check import checksums
 
 logger = logging.getLogger(__name__)
 

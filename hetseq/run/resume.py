@@ -34,6 +34,7 @@ from hetseq.config.sections import CheckpointConfig, flag
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.monitor.metrics import Metrics
+from hetseq.parallel.base_parameters import SAME_BASE
 from hetseq.parallel.replica import Replica
 from hetseq.parallel.task_state import without_place
 from hetseq.run.checkpointing import STATE_VERSION, Provenance, Saver, read_state, saved_batch
@@ -490,7 +491,8 @@ _LANES_GIVEN = "give hetseq.Lanes the same lanes, length, window and seed, and n
 
 def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[str]) -> None:
     """Raise CheckpointMismatch if the checkpoint belongs to a run with another result."""
-    saved = {"shuffle_block": None, "parts": None, "lanes": None, **saved}  # older checkpoints have none of these
+    # older checkpoints have none of these
+    saved = {"shuffle_block": None, "parts": None, "lanes": None, "base": None, **saved}
     if saved.get("vocabulary") is None or here.vocabulary is None:
         saved["vocabulary"] = here.vocabulary  # one of the two is unknown
     anew = ", or begin the data anew: --reset-dataloader"
@@ -499,6 +501,7 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
         ("task", False, "give the same --task"),
         ("vocabulary", False, "give the --data and the --dict that belong to it"),
         ("precision", False, f"give --precision {saved['precision']}"),
+        ("base", False, SAME_BASE),
         (
             "optimizer",
             "optimizer" in resets,

@@ -16,9 +16,8 @@ import logging
 import math
 import platform
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +27,12 @@ from hetseq.comm.directory_groups import send_bytes, send_tensor
 from hetseq.comm.group import Group, gather_floats
 from hetseq.errors import DisagreementError, HetSeqError, few
 from hetseq.monitor.metrics import Metrics
+from hetseq.parallel.base_parameters import base_parameters
+from hetseq.parallel.checksums import checksums, hash_of
 from hetseq.parallel.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-_PIECE = 1 << 16  # words of 32 bits that are added up into one number
-# Pieces at a time, of 512 KiB scratch each: few for the cache of a CPU core (measured: 4 GB/s with 4, 0.8 with 256,
-# for which each call allocates fresh memory), many for a GPU, which pays for each launch.
-_PIECES_AT_ONCE = {"cpu": 4, "cuda": 64}
 _KIND_BYTES = 96
 # Relative to the largest element of a tensor. Measured: AdamW, fused on one rank and not on the other, was 1e-6 apart
 # after 1,000 steps and 1.4e-5 after 3,000.
@@ -116,8 +113,8 @@ class ReplicaCheck:
         tensors, numbers = self._state()
         shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
         entries = [*shapes, *numbers]
-        own = np.array([*checksums(tensors.values()), *(_hash(text.encode()) for text in numbers.values())], np.int64)
-        rows = self._group.all_gather_rows(np.array([_hash("\n".join(entries).encode()), _hash(own.tobytes())]))
+        own = np.array([*checksums(tensors.values()), *(hash_of(text.encode()) for text in numbers.values())], np.int64)
+        rows = self._group.all_gather_rows(np.array([hash_of("\n".join(entries).encode()), hash_of(own.tobytes())]))
         self._check_structure(rows[:, 0].tolist(), entries)
         states = rows[:, 1].tolist()
         if len(set(states)) == 1:
@@ -131,8 +128,9 @@ class ReplicaCheck:
         return _Table(names, states, sums[:, differs], bool((differs & written).any()))
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Live tensors by name; and other numbers as JSON, as far as a checkpoint could hold them."""
-        tensors, texts = self._replica.model_tensors(), {}
+        """Live tensors by name, the base too; and other numbers as JSON, as far as a checkpoint could hold them."""
+        base = {f"model.{name}": tensor.detach() for name, tensor in base_parameters(self._replica.model).items()}
+        tensors, texts = {**base, **self._replica.model_tensors()}, {}
         optimizer_tensors, numbers = self._replica.optimizer_tensors()
         for name, value in numbers.items():
             try:
@@ -187,7 +185,7 @@ class ReplicaCheck:
                     received[name] = carrier
         sent = send_bytes(group, json.dumps([texts.get(name) for name in table.names]).encode(), source=source)
         new_texts = [text for text, differs in zip(json.loads(sent), is_mine) if differs and text is not None]
-        sums = [*checksums(received.values()), *(_hash(text.encode()) for text in new_texts)]
+        sums = [*checksums(received.values()), *(hash_of(text.encode()) for text in new_texts)]
         distance = max((_distance(new, tensors[name]) for name, new in received.items()), default=0.0)
         rows = gather_floats(group, [float(sums == table.sums[source][is_mine].tolist()), distance])
         if not rows[:, 0].all():
@@ -252,65 +250,6 @@ def kind_of(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-
-
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A signed 64-bit number for each tensor, from all its bits and their order; the same on CPU and CUDA.
-
-    A change of one element and a swap of two always show, as does a sign of zero. The tensors stay where they are; a
-    device is waited for once.
-    """
-    pieces: list[torch.Tensor] = []  # for each tensor: (number of pieces,) int64, on its device
-    spaces: dict[torch.device, _Space] = {}
-    for tensor in tensors:
-        if tensor.device not in spaces:
-            spaces[tensor.device] = _Space(tensor.device)
-        pieces.append(spaces[tensor.device].sums(tensor))
-    found: dict[int, bytes] = {}
-    for device in spaces:
-        places = [place for place, sums in enumerate(pieces) if sums.device == device]
-        flat = torch.cat([pieces[place] for place in places]).cpu().numpy()  # sync
-        ends = np.cumsum([len(pieces[place]) for place in places])
-        for place, part in zip(places, np.split(flat, ends[:-1])):
-            found[place] = part.tobytes()
-    return [_hash(found[place]) for place in range(len(pieces))]
-
-
-class _Space:
-    """Weights, and memory for one block of products, on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        places = torch.arange(_PIECE, dtype=torch.int64, device=device)
-        # Odd, below 2^31, all different: a word of 32 bits times a weight never overflows, so no single change and no
-        # swap of two words cancels. Flipped signs would, in pairs, in a plain sum of words of 64 bits.
-        self._weights = (places * 0x9E3779B1).bitwise_and_(0x7FFFFFFF).bitwise_or_(1)  # (_PIECE,)
-        rows = _PIECES_AT_ONCE.get(device.type, 4)
-        self._products = torch.empty((rows, _PIECE), dtype=torch.int64, device=device)
-
-    def sums(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One int64 for each piece of the tensor, modulo 2^64."""
-        words = _words(tensor)
-        whole = words.numel() // _PIECE
-        found = []
-        for block in words[: whole * _PIECE].view(whole, _PIECE).split(len(self._products)):
-            products = self._products[: len(block)].copy_(block).mul_(self._weights)
-            found.append(products.sum(1))
-        rest = words[whole * _PIECE :]
-        if rest.numel():
-            found.append((rest * self._weights[: rest.numel()]).sum(0, keepdim=True))
-        return torch.cat(found) if found else words.new_empty(0, dtype=torch.int64)
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor in its logical order as (words,) int32, padded with zeros; a view if possible."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if raw.numel() % 4 or raw.storage_offset() % 4:
-        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 4))
-    return raw.view(torch.int32)
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -20,9 +20,9 @@ from tokenizers.trainers import BpeTrainer
 
 from hetseq import ConfigError, DataError
 from hetseq.tasks.gpt.tokenizer import read_tokens
+from hetseq.tasks.rows.text_file import END_OF_TEXT as END_OF_TEXT
 
 #: the end-of-text token of a trained tokenizer, as in GPT-2, and those of other tokenizers
-END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 #: the 256 bytes and the end of a text: the smallest possible tokenizer
 LEAST_TOKENS = 257

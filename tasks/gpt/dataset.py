@@ -112,6 +112,13 @@ class GptRecords(Dataset[Batch]):
             self._refuse(wanted[int(np.argmax(lengths < 1))], f"{IDS} holds nothing", "at least one token")
         return ids.astype(np.int64), lengths
 
+    def row_lengths(self) -> Indices:
+        """The tokens of every row, (n,), without padding. Raises DataError."""
+        found = self._records.find(np.arange(len(self)))
+        if self._is_ragged:
+            return self._records.lengths(IDS, found)
+        return np.full(len(self), self._records.fixed(IDS, self._records.find(np.arange(1))).shape[1], np.int64)
+
     def check_ends(self, ends: Sequence[int]) -> None:
         """Read and check the first and last rows of every file; files end at rows `ends`. Raises DataError."""
         for start, stop in zip([0, *ends], ends):

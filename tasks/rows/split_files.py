@@ -18,7 +18,7 @@ from hetseq.tasks.rows.text_file import lines_of, read_text
 _OTHER_WORDS = {"valid": ("dev",)}
 #: words that count only on their own: "val" is also the beginning of "value"
 _WHOLE_WORDS = {"valid": ("val",)}
-_LARGEST_FILE = 1 << 32  # bytes; the whole file is read into memory
+LARGEST_FILE = 1 << 32  # bytes; the whole file is read into memory
 
 
 def find_split(data: Path, split: str, *, suffixes: Sequence[str], other_splits: Iterable[str] = ()) -> Path:
@@ -55,7 +55,7 @@ def read_lines(path: Path, expected: str) -> list[str]:
 
     `expected` describes the file in error messages. Raises DataError if it is unreadable, empty or not UTF-8.
     """
-    return lines_of(read_text(path, expected, most_bytes=_LARGEST_FILE).removeprefix("\ufeff"))
+    return lines_of(read_text(path, expected, most_bytes=LARGEST_FILE).removeprefix("\ufeff"))
 
 
 def _names_in(data: Path) -> list[str]:

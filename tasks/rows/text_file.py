@@ -1,14 +1,20 @@
-"""Reads a whole UTF-8 text file and splits it into lines.
+"""Reads a whole UTF-8 text file and splits it into lines, or into documents.
 
 Responsible for the error messages; knows nothing about the content.
 """
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 
 from hetseq import DataError
+
+#: the end of a document: a line of its own between two documents of a file, and the token of GPT-2
+END_OF_TEXT = "<|endoftext|>"
+
+_BETWEEN = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*$\n?", re.M)
 
 
 def read_text(path: Path, expected: str, *, most_bytes: int, remedy: str = "") -> str:
@@ -42,3 +48,8 @@ def lines_of(text: str) -> list[str]:
     """The lines of a text, without line ends."""
     # not splitlines: a word may be one of the further characters that it splits at
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def documents_of(text: str) -> list[str]:
+    """The documents of a text, without the `<|endoftext|>` lines between them and without blank lines at their ends."""
+    return [part.strip("\n") for part in _BETWEEN.split(text) if part.strip()]

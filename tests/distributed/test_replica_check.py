@@ -16,10 +16,12 @@ from hetseq import Task
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm.group import Group, LocalGroup
 from hetseq.errors import DisagreementError, HetSeqError
+from hetseq.parallel.base_parameters import base_parameters
 from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.training import replica_check
 from hetseq.training.replica_check import ReplicaCheck, ReplicasDiffer
+from tests.support.base_tasks import FROZEN, OverBase
 from tests.support.lives import Line, begin, words
 from tests.support.logs import KeepingLines
 from tests.support.ranks import run_ranks
@@ -88,7 +90,8 @@ class Life:
 
 def tensors_of(session: Session) -> dict[str, torch.Tensor]:
     replica = session.controller.replica
-    return {**replica.model_tensors(), **replica.optimizer_tensors()[0]}
+    base = {f"model.{name}": value.detach() for name, value in base_parameters(replica.model).items()}
+    return {**base, **replica.model_tensors(), **replica.optimizer_tensors()[0]}
 
 
 def live(group: Group, save_dir: str, case: Case) -> Life:
@@ -213,6 +216,16 @@ def test_a_bit_that_turns_over_in_one_rank_is_found_and_the_curve_knows_nothing_
     said = f"after step 4 the replicas differ: rank 1 in {name}; all have the state of rank 0 now (bad memory"
     assert [line.startswith(f"WARNING {said}") for line in hurt[0].lines] == [True]
     assert [life.lines[0].startswith(f"INFO {said}") for life in hurt[1:]] == [True, True]  # one line in the terminal
+
+
+@pytest.mark.fault("FT-15")
+def test_a_bit_that_turns_over_in_frozen_weights_that_no_checkpoint_holds_is_found(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", 3, task=OverBase)
+    hurt = run(tmp_path / "run", 3, task=OverBase, hits=(Hit(4, (1,), f"model.{FROZEN}", bit=22),))
+    assert [life.losses for life in hurt] == [life.losses for life in calm]
+    assert alike([*hurt, *calm])
+    (event,) = hurt[0].events
+    assert (event["ranks"], event["tensors"]) == ([1], [f"model.{FROZEN}"])
 
 
 def test_rank_zero_is_not_believed_against_a_majority(calm: list[Life], tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ PROTOCOL = "1"
 NOT_COMPARED = "not compared"
 PART = "part of the training data"  # which part this rank reads; this field may differ, see `data_by_host`
 BUILD = "build of torch"  # such as cu126; it may differ, and tells where this node finds another torch
+BASE = "frozen weights"  # that no checkpoint holds, by their content
 SCRIPT = "sha256 of the script"
 LOSS = "loss of the first two samples"  # the mean of each term, with its tolerances
 DIGEST_DIGITS = 12
@@ -440,6 +441,7 @@ _COPY_DATA = (
 )
 _SAME_COMMIT = "install the same HetSeq on all nodes (the same commit, without local changes)"
 _SAME_MODEL = "build the same model, with the same settings and in the same order, on all nodes"
+_SAME_BASE = "give all nodes the same files of the model, such as those of --model; copy them from one node"
 _SAME_VOCABULARY = "use data made with the same vocabulary on all nodes"
 _SAME_ORDER = "make the data set list its samples in the same order on all nodes"
 _INSTALL = (
@@ -463,6 +465,7 @@ _KINDS = (
     _Kind(("modules of the task",), _common_files, _COPY_TASK, "code-differs"),
     _Kind(("packages of the task", "packages of the script"), _common_files, _INSTALL, "versions-differ"),
     _Kind(("parameters", "buffers", "modules"), _lists, _SAME_MODEL, "model-differs"),
+    _Kind((BASE,), _texts, _SAME_BASE, "model-differs"),
     _Kind((PART, BUILD), _anything, "", "data-differ"),
     _Kind(("vocabulary of ",), _texts, _SAME_VOCABULARY, "data-differ"),
     _Kind(("length of ",), _texts, _COPY_DATA, "data-differ"),

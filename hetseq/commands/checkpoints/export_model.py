@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from hetseq import config as options
 from hetseq import registry
 from hetseq.checkpoint import Commit
 from hetseq.checkpoint.export import export_by
 from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import ConfigError
+from hetseq.parallel.base_parameters import check_same_base, move_
 from hetseq.parallel.replica import load_model_
 from hetseq.run.start_notes import kept_back
 from hetseq.system.files import sync_file
@@ -44,9 +47,11 @@ def export_model(run: Path, commit: Commit, target: Path, *, advance: Callable[[
         )
     with kept_back():  # the checkpoint replaces the weights
         model = build_model(task)
-    model = model.to(dtype=PRECISIONS[config.optimization.precision].storage).eval()
+    move_(model, torch.device("cpu"), PRECISIONS[config.optimization.precision].storage)
+    model.eval()
 
     def write(spans: Spans, folder: Path) -> Path:
+        check_same_base(model, spans.state)
         names = [name for name in spans.specs if name.startswith("model.")]
         load_model_(model, {name: spans.whole(name) for name in names})
         task.export(model, folder)

@@ -22,12 +22,14 @@ from hetseq import Task, registry
 from hetseq.cluster.membership.compatibility import PART, Fields, difference
 from hetseq.config.sections import Config, DataConfig, OptimizationConfig, TaskConfig
 from hetseq.errors import DataError, TaskFileError
+from hetseq.parallel.base_parameters import base_digest
 from hetseq.run import fingerprint
 from hetseq.run.fingerprint import data_digest, rank_fields
 from hetseq.system.task_failure import summary
 from hetseq.task import make_task
 from hetseq.tasks.mnist import load_mnist
 from hetseq.training.task_checks import LossTrial
+from tests.support.base_tasks import OverBase
 
 ROWS = 50
 
@@ -52,6 +54,7 @@ def material(
         model=model or nn.Linear(3, 2),
         trial=trial or LossTrial(),
         own_loop=None,
+        base=None if model is None else base_digest(model),
     )
 
 
@@ -191,6 +194,19 @@ def test_initial_values_that_were_rounded_otherwise_agree() -> None:
     with torch.no_grad():
         model.weight.copy_(torch.nextafter(model.weight, torch.tensor(9.0)))
     assert lines(presented(), presented(model=model)) == []
+
+
+def test_frozen_weights_that_no_checkpoint_holds_are_compared_to_the_last_bit() -> None:
+    bases = []
+    for _ in range(3):
+        torch.manual_seed(1)  # of the trained layer
+        bases.append(OverBase.build_model(SimpleNamespace(seed=5)))  # type: ignore[arg-type]
+    with torch.no_grad():
+        bases[2][0].weight.copy_(torch.nextafter(bases[2][0].weight, torch.tensor(9.0)))
+    one, same, other = (presented(model=base) for base in bases)
+    assert lines(one, same) == []
+    (said,) = lines(one, other)
+    assert said == f"frozen weights: {base_digest(bases[0])} on labA; {base_digest(bases[2])} on labB"
 
 
 # Length and order of the data
@@ -571,6 +587,7 @@ def test_files_that_mean_something_else_are_not_compared(files: Any) -> None:
 CODE = """
 from helper import RATE
 from hetseq import Task
+from tests.support.base_tasks import OverBase
 
 class Base(Task):
     pass

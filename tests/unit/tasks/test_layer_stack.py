@@ -189,7 +189,7 @@ def data_of(name: str, folder: Path) -> tuple[Path, list[str]]:
     return folder, labelled.write_network(folder)
 
 
-@pytest.mark.parametrize("name", registry.included_options())
+@pytest.mark.parametrize("name", sorted(registry.included_options().keys() - {"hf_causal_lm"}))  # transformers' own
 def test_every_task_with_layers_has_it_and_nodes_may_differ_in_it(name: str, tmp_path: Path) -> None:
     data, words = data_of(name, tmp_path / "data")
 

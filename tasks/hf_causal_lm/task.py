@@ -1,0 +1,182 @@
+"""Any causal language model of transformers, all its weights or LoRA adapters: one loss term, counted in tokens.
+
+Responsible for the summed loss, the figures of validation, and continuations; `model` makes the network, `dataset` the
+batches, `export` the directory for other programs.
+
+The one idea: an answer has few tokens and a document many, so a mean over samples would depend on how a step is cut.
+The mean loss is the sum over all predicted tokens of a step, on all ranks, divided by their number.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetseq import ConfigError, Task, register_task
+from hetseq.tasks.hf_causal_lm import export
+from hetseq.tasks.hf_causal_lm import model as networks
+from hetseq.tasks.hf_causal_lm.dataset import Batch, CausalRows, load_rows
+from hetseq.tasks.hf_causal_lm.files import CausalLmFiles
+from hetseq.tasks.hf_causal_lm.tokenizer import Tokenizer, open_tokenizer
+from hetseq.tasks.options import HfCausalLmOptions
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 1024  # tokens of a row unless --max-length says otherwise
+_PADDING = 0  # a token that attention leaves out
+_DTYPES = {"fp64": torch.float64}
+
+
+@register_task("hf_causal_lm")
+class HfCausalLmTask(Task):
+    """`--task hf_causal_lm`: a model of transformers in `--model`, and text, JSONL, chats or records in `--data`.
+
+    All weights are trained, or with `--lora-rank` adapters. The base under adapters has 16 bits with `--precision
+    bf16`, and no checkpoint holds it. `--dropout P` replaces all rates of the model and is that of the adapters.
+    """
+
+    Options = HfCausalLmOptions
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._loaded: list[CausalRows] = []
+        self._is_packed = True
+        self._predicted_only = WeakKeyDictionary[nn.Module, networks.PredictedOnly]()
+        #: a batch, with its logits and targets
+        self._kept: tuple[Batch, tuple[Tensor, Tensor]] | None = None
+
+    def load_dataset(self, split: str) -> CausalRows:
+        """The rows of a split. Raises DataError and MissingSplitError."""
+        dataset = load_rows(
+            self._files, split, vocab_size=networks.vocab_size(self._network), max_length=self._max_length()
+        )
+        self._loaded.append(dataset)
+        return dataset
+
+    def build_model(self) -> nn.Module:
+        """The network of `--model`, on the CPU."""
+        lora = self._lora()
+        is_narrow = lora is not None and self.config.optimization.precision == "bf16"
+        dtype = torch.bfloat16 if is_narrow else _DTYPES.get(self.config.optimization.precision, torch.float32)
+        setting = networks.Setting(dtype, self.config.task.dropout, lora, self.options.activation_checkpointing)
+        model = networks.build(self._folder, setting)
+        self._is_packed = networks.keeps_documents_apart(model, self._folder)
+        if not self._is_packed:
+            logger.info("%s does not keep documents in one row apart: each has a row of its own", type(model).__name__)
+        for dataset in self._loaded:
+            dataset.is_packed = self._is_packed
+        return model  # type: ignore[no-any-return]
+
+    def export(self, model: nn.Module, folder: Path, merge: bool = False) -> None:
+        """An adapter folder of peft, or a directory that transformers opens, with the tokenizer. Raises ConfigError."""
+        export.write(model, folder, self._tokenizer, is_merged=merge)
+
+    def count(self, sample: Batch) -> dict[str, float]:
+        """Predicted tokens."""
+        return {"loss": len(sample["target_positions"])}
+
+    def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
+        """Cross entropy in nats, summed over the predicted tokens."""
+        found = self._predicted(model, sample)
+        if not torch.is_grad_enabled():  # in validation, where `metrics` asks for the same at once
+            self._kept = sample, found
+        return {"loss": _cross_entropy(*found)}
+
+    def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
+        """`token_accuracy`: how often the most likely token is the correct one; and nats, for `summarise`."""
+        kept, self._kept = self._kept, None
+        logits, targets = kept[1] if kept is not None and kept[0] is sample else self._predicted(model, sample)
+        correct, nats = torch.sum(logits.argmax(dim=1) == targets), _cross_entropy(logits, targets)
+        tokens = float(len(targets))
+        return {"token_accuracy": (float(correct), tokens), "perplexity": (float(nats), tokens)}  # sync, in validation
+
+    def summarise(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """`token_accuracy`, and `perplexity`: e to the power of the mean loss."""
+        means = super().summarise(sums)
+        nats = means["perplexity"]
+        return {**means, "perplexity": math.exp(nats) if nats < 700 else math.inf}
+
+    def predictions(self, model: nn.Module, sample: Batch) -> list[str]:
+        """The most likely continuation of each text, or the next answer of each conversation, as a JSON string."""
+        prompts, ids = [], sample["input_ids"].flatten()
+        for start, length in zip(sample["starts"].tolist(), sample["prompt_lengths"].tolist()):
+            prompts.append(ids[start : start + length].tolist())
+        tokens, mask = _padded_left(prompts)
+        found = model.generate(  # type: ignore[operator]
+            input_ids=tokens.to(ids.device), attention_mask=mask.to(ids.device),
+            max_new_tokens=self.options.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=_PADDING,
+        )  # fmt: skip
+        new = found[:, tokens.shape[1] :]
+        if self._tokenizer is None:
+            return [json.dumps(row) for row in new.tolist()]
+        texts = self._tokenizer.batch_decode(new, skip_special_tokens=True)
+        return [json.dumps(text, ensure_ascii=False) for text in texts]
+
+    @functools.cached_property
+    def _files(self) -> CausalLmFiles:
+        return CausalLmFiles(self.config, self.options.model)
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        return self._files.folder()
+
+    @functools.cached_property
+    def _network(self) -> Any:
+        return networks.read_config(self._folder)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """None: the directory has none, and the data are records."""
+        return open_tokenizer(self._folder) if self._files.tokenizer_files() else None
+
+    def _max_length(self) -> int | None:
+        """The longest row, in tokens; None: any, for records. Raises ConfigError for more than the model takes."""
+        most, given = networks.most_positions(self._network), self.options.max_length
+        if given is None:
+            return most if self._files.records() is not None else min(_LONGEST, most or _LONGEST)
+        if most is not None and given > most:
+            raise ConfigError(
+                f"--max-length {given}: the model in {self._folder} has {most} positions; give at most as many"
+            )
+        return int(given)
+
+    def _lora(self) -> networks.Lora | None:
+        options = self.options
+        if options.lora_rank is None:
+            return None
+        alpha = 2.0 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
+        targets = tuple(filter(None, map(str.strip, (options.lora_targets or "").split(","))))
+        return networks.Lora(options.lora_rank, alpha, targets)
+
+    def _predicted(self, model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
+        """Logits (m, vocabulary) and the correct tokens, (m,)."""
+        ids, places = sample["input_ids"], sample["target_positions"]
+        positions = sample["position_ids"] if self._is_packed else None
+        if model not in self._predicted_only:
+            self._predicted_only[model] = networks.PredictedOnly(model)
+        logits = self._predicted_only[model].logits(model, ids, positions, places)
+        return logits, ids.flatten().index_select(0, places + 1)
+
+
+def _padded_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Tokens (n, L) int64 that end together, and the mask (n, L) int64 of real ones."""
+    longest = max(map(len, prompts))
+    tokens = [[_PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(tokens), torch.tensor(mask)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed, in 32 bits or more."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, targets, reduction="sum")
