@@ -65,6 +65,7 @@ SECTIONS = (
     Section("overhead", 90, "a step of HetSeq against a bare loop", (*CORE, "h5py")),
     Section("exchange", 40, "bandwidth of gloo and of copies between GPU and host"),
     Section("compiled", 150, "--compile: the losses of an eager run, and what compiling takes", CORE),
+    Section("lora", 300, "LoRA on a Llama of 1 B weights, with a rank on the CPU", (*CORE, "transformers", "peft")),
     Section("nccl", 20, "what torch's NCCL does here; HetSeq does not use it yet"),
     Section(
         "shared_memory",

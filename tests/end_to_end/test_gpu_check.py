@@ -131,6 +131,13 @@ BREAKS = {
     "overhead": ("bench/step.py", "    arguments = parse()\n", "    return\n    arguments = parse()\n", "step.py"),
     "exchange": ("bench/gpu_sections/exchange.py", "fill_(rank + 1)", "fill_(rank + 2)", "expected right sums"),
     "compiled": ("hetseq/training/compile.py", '= "inductor"', '= "none"', "compiled ended with 1"),
+    # the mean of the ranks' means
+    "lora": (
+        "hetseq/training/share.py",
+        "[index] / counts[index]",
+        "[index] / batch.counts[index]",
+        "both against alone, nats",
+    ),
     "fake": ("hetseq/system/device_memory.py", "HIP error: out of memory", "nothing", "failed device"),
 }
 
