@@ -62,7 +62,7 @@ def model_card(card: ModelCard, exported: Exported) -> str:
     base, paragraphs = _base_model(card), [card.about.strip()]
     if card.base_model is not None:
         name = _plain(base or Path(card.base_model).name)
-        paragraphs.append(f"Its weights began as those of {f'[{name}]({_HUB}/{quote(base)})' if base else name}.")
+        paragraphs.append(f"Base model: {f'[{name}]({_HUB}/{quote(base)})' if base else name}.")
     paragraphs.append(f"Trained with [HetSeq]({_PAPER}): the checkpoint of step {facts.step:,}, {facts.created[:10]}.")
     sections = [
         ("Training data", _table(("", ""), _data(facts))),

@@ -107,10 +107,10 @@ def test_a_base_model_is_linked_if_the_hub_has_it(run: Path) -> None:
     for base in ("org/tiny-1B", cached):
         text = card_of(run, card=ModelCard(base_model=base))
         assert front_matter(text)["base_model"] == "org/tiny-1B"
-        assert "began as those of [org/tiny-1B](https://huggingface.co/org/tiny-1B)." in text
+        assert "Base model: [org/tiny-1B](https://huggingface.co/org/tiny-1B)." in text
     text = card_of(run, card=ModelCard(base_model=Path("/data/jane/tiny_1B")))
     assert front_matter(text) == {"tags": ["hetseq"]}  # a local directory is no page of the Hub
-    assert "began as those of tiny_1B." in text
+    assert "Base model: tiny_1B." in text
 
 
 # what it says of a run
