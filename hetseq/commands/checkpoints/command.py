@@ -160,7 +160,7 @@ ACTIONS = {
     "export": Command(
         "checkpoints export",
         "Export a checkpoint in a format for other programs.",
-        usage=("RUN --format FORM --to PATH [--step STEP] [--merge]",),
+        usage=("RUN --format FORM --to PATH [--step STEP]", "RUN --format hf --merge --to PATH [--step STEP]"),
         words=(
             _RUN,
             CommandOption(

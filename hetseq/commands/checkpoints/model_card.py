@@ -172,10 +172,11 @@ def _figure(name: str, split: str, steps: Floats, values: Floats, *, better: int
     if not len(known):
         return
     last = known[-1]
-    yield name, split, f"{steps[last]:,.0f}", number(float(values[last]))
     best = known[np.argmax(better * values[known])] if better else last
-    if values[best] != values[last]:
-        yield f"{name}, best", split, f"{steps[best]:,.0f}", number(float(values[best]))
+    said, best_said = number(float(values[last])), number(float(values[best]))
+    yield name, split, f"{steps[last]:,.0f}", said
+    if best_said != said:
+        yield f"{name}, best", split, f"{steps[best]:,.0f}", best_said
 
 
 def _machines(run: RecordedRun) -> str:
@@ -208,7 +209,7 @@ def _ranks(run: RecordedRun) -> Iterator[str]:
         ("resume", "It resumed from a checkpoint {}."),
     ):
         if times := kinds.count(kind):
-            yield said.format(_counted(times, "time"))
+            yield said.format("once" if times == 1 else f"{times:,} times")
 
 
 def _span(first: int, last: int) -> str:

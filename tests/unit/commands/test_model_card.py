@@ -131,12 +131,12 @@ def test_a_card_says_what_was_true_at_its_step(run: Path) -> None:
         ["loss, best", "valid", "4", "5"],
     ]  # fmt: skip
     assert lines[-1] == (
-        "3 ranks in steps 1 to 4; 2 ranks in steps 5 to 6; 3 ranks in steps 7 to 8. Ranks left or joined 1 time, and"
+        "3 ranks in steps 1 to 4; 2 ranks in steps 5 to 6; 3 ranks in steps 7 to 8. Ranks left or joined once, and"
         " the others repeated the step."
     )
     assert rows[-1] == ["2", "3", "NVIDIA H100", "2.0", "3.11", "2.13.0"]
     newest = card_of(run, step=12)
-    assert "resumed from a checkpoint 1 time" in newest
+    assert "resumed from a checkpoint once" in newest
     assert "2.14.0" in newest
     assert "3.125" in newest
 
