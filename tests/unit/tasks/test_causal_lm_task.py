@@ -169,6 +169,20 @@ def test_adapters_open_over_their_base_with_equal_logits_and_merged_without_it(
     assert torch.allclose(whole(input_ids=ids).logits, wanted, rtol=0, atol=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")  # of peft, of the same
+@pytest.mark.parametrize(("target", "other"), [("lm_head", "model.embed_tokens"), ("embed_tokens", "lm_head")])
+def test_adapters_over_a_weight_that_two_modules_share_are_not_merged(
+    target: str, other: str, folder: Path, tmp_path: Path
+) -> None:
+    publish(tmp_path / "tied", "qwen2")
+    task = make(tmp_path, "--data", str(folder / "data"), "--lora-rank", "2", "--lora-targets", target, model="tied")
+    with pytest.raises(
+        ConfigError, match=rf"adapters on (model\.)?{target}, whose weight the model uses in {other} too"
+    ):
+        task.export(trained(task), tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_there_is_nothing_to_merge_without_adapters(folder: Path, tmp_path: Path) -> None:
     task = make(folder)
     with pytest.raises(ConfigError, match="--merge: the run has trained all weights and no adapters"):
