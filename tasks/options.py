@@ -148,3 +148,5 @@ class HfCausalLmOptions:
         for name, given in (("--lora-alpha", self.lora_alpha), ("--lora-targets", self.lora_targets)):
             if given is not None and self.lora_rank is None:
                 raise ConfigError(f"{name} {given}: without --lora-rank there are no adapters; leave it out, or add N")
+        if self.lora_targets is not None and not self.lora_targets.strip(" ,"):
+            raise ConfigError(f"--lora-targets {self.lora_targets!r}: expected names such as q_proj,v_proj")

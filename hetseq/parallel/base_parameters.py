@@ -72,4 +72,6 @@ def check_same_base(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 #: the remedy for another base
-SAME_BASE = "name the files that the run began with, such as --model DIR"
+SAME_BASE = (
+    "name the files that the run began with, such as --model DIR, and with --lora-rank the same rank, alpha and targets"
+)

@@ -510,7 +510,7 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
         ("seed", resets_data, f"give --seed {saved['seed']}{anew}"),
         ("split", resets_data, f"give --train-subset {saved['split']}{anew}"),
         ("parts", resets_data, f"{_parts_given(saved)}{anew}"),
-        ("samples", resets_data, f"give the same --data{anew}"),
+        ("samples", resets_data, f"give the same --data, and the same options that make samples of it{anew}"),
         ("lanes", resets_data, f"{_LANES_GIVEN}{anew}"),
         ("curriculum", resets_data, f"give --curriculum {saved['curriculum']}{anew}"),
         ("unit_size", resets_data, f"{_given(saved, 'unit_size')}{anew}"),

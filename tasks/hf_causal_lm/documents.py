@@ -119,6 +119,11 @@ def _of_lines(path: Path, lines: Sequence[tuple[int, str]], kind: str) -> Iterat
                 f"{path}, line {number} has no {kind!r}: it has {', '.join(found)[:80] or 'nothing'}; expected"
                 f" {_EXPECTED}"
             )
+        if found.get("tools"):
+            raise DataError(
+                f"{path}, line {number} has 'tools', which do not reach the chat template: put their text into the"
+                " system message"
+            )
         if kind == CHATS:
             _check_messages(f"{path}, line {number}", found[kind])
         else:
@@ -132,6 +137,11 @@ def _check_messages(place: str, messages: Any) -> None:
     for at, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise DataError(f"{place}: message {at} is {message!r:.60}: expected an object with role and content")
+        if "weight" in message:
+            raise DataError(
+                f"{place}: message {at} has a 'weight': the loss is on all answers alike; leave the key out, and the"
+                " answers that are not to be learned"
+            )
         for key in ("role", "content"):
             if key not in message:
                 raise DataError(
@@ -164,6 +174,8 @@ def rows_of_texts(
     texts = [text for _, text in documents]
     count = 0
     end: int | None = tokenizer.eos_token_id
+    if end is None:
+        logger.warning("%s: the tokenizer has no end of text, so the model does not learn where one ends", path)
     for ids in _Encoder(tokenizer).encode(text for text in texts if text.strip()):
         if len(ids):
             count += 1

@@ -15,6 +15,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ logger = logging.getLogger(__name__)
 #: of a log record that only matters where a run begins with these weights
 _ABOUT_START = {"is_about_start": True}
 _INSTALL = "pip install 'hetseq[hf]'"
-_RATE = re.compile(r"(drop|dropout)(_prob|_rate|_p)?$|_pdrop$")
+_RATE = re.compile(r"(?<!layer)(?<!layer_)(drop|dropout)(_prob|_rate|_p)?$|_pdrop$")  # layerdrop skips whole layers
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
-#: lengths of the documents in the rows of the test, and the tolerances of logits, in units in the last place
+#: lengths of the documents in a row of the test; the part of a visible change that counts as none
 _TEST_LENGTHS = (5, 7)
-_SAME_SHAPE_UNITS, _OTHER_SHAPE_UNITS = 4, 16
+_LARGEST_PART = 0.01
+_WIDE_BYTES = 4
+_FACTOR = "lora_factor"
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,17 @@ def build(folder: Path, setting: Setting) -> Any:
     config = read_config(folder)
     if setting.dropout is not None:
         _set_dropout(config, setting.dropout, folder)
+    if setting.dtype is torch.float64:
+        config._experts_implementation = "eager"  # torch's grouped products have 32 bits at most
     is_read = has_weights(folder)
     model = _read(folder, config, setting.dtype) if is_read else _draw(folder, config, setting)
     model.config.use_cache = False
     if setting.lora is not None:
         model = _with_adapters(model, folder, setting)
-        if is_read:
-            model.register_state_dict_post_hook(_drop_base)
+        # the factor of the adapters is in no state_dict; as part of the base it is compared like the weights
+        factor = torch.tensor(setting.lora.alpha / setting.lora.rank, dtype=torch.float64)
+        model.register_parameter(_FACTOR, nn.Parameter(factor, requires_grad=False))
+        model.register_state_dict_post_hook(_drop_base if is_read else _drop_factor)
     if setting.checkpoints_activations:
         _checkpoint_activations(model, folder)
     return model.train()
@@ -166,48 +173,127 @@ class PredictedOnly:
 def keeps_documents_apart(model: Any, folder: Path) -> bool:
     """Whether documents that share a row, each with positions from 0, have the logits that they have alone.
 
-    Two documents are computed in one row, once more with other tokens in the first one, and the second by itself.
-    Draws no random numbers. Raises DataError if a token's logits depend on a later token.
+    Two documents are computed in one row, once more with another first one, and the second by itself. A difference
+    counts if it is more than a hundredth of the one that an earlier token makes. It is all computed in 32 bits or more,
+    one layer after the other: in 16 bits rounding can be as large. Draws no random numbers. Raises DataError if a
+    token's logits depend on a later token.
     """
     was_training, size = model.training, vocab_size(model.config)
     first, second = _TEST_LENGTHS
     ids = (torch.arange(first + second) * 7 + 3) % size  # (T,)
-    changed, later = ids.clone(), ids.clone()
-    changed[:first] = (changed[:first] + 1) % size
+    other, later, earlier, alone = ids.clone(), ids.clone(), ids.clone(), torch.zeros_like(ids)
+    other[:first] = (other[:first] + 1) % size
     later[-1] = (later[-1] + 1) % size
-    positions = torch.cat([torch.arange(first), torch.arange(second)])
+    earlier[0] = (earlier[0] + 1) % size
+    alone[:second] = ids[first:]
+    positions = torch.cat([torch.arange(first), torch.arange(second)]).expand(2, -1)
+    rows = torch.stack([ids, later, earlier, alone])
     model.eval()
     try:
-        plain = _logits(model, ids)
-        if _differ(plain[:-1], _logits(model, later)[:-1], _SAME_SHAPE_UNITS):
+        try:
+            with _wide(model):
+                plain, after, before, single = _logits(model, rows)
+        except RuntimeError:  # a model that reads the type of a module's weights before it calls the module
+            is_beside = True
+            with _wide(model, is_beside_at_once=True):
+                plain, after, before, single = _logits(model, rows)
+        else:
+            is_beside = False
+        visible = _distance(plain[1:], before[1:])
+        if not _distance(plain[:-1], after[:-1]) <= _LARGEST_PART * visible:
+            own = model.get_base_model() if hasattr(model, "peft_config") else model
             raise DataError(
-                f"{folder / 'config.json'}: {type(model).__name__} is no causal language model, because a token's"
+                f"{folder / 'config.json'}: {type(own).__name__} is no causal language model, because a token's"
                 " prediction changes with a later token: name a model that predicts each token from earlier ones"
             )
         try:
-            packed, other = _logits(model, ids, positions), _logits(model, changed, positions)
+            with _wide(model, is_beside_at_once=is_beside):
+                packed, changed = _logits(model, torch.stack([ids, other]), positions)
         except (TypeError, ValueError, RuntimeError):  # a model without position_ids
             return False
-        alone = _logits(model, ids[first:])
-        return not _differ(packed[first:], other[first:], _SAME_SHAPE_UNITS) and not _differ(
-            packed[first:], alone, _OTHER_SHAPE_UNITS
-        )
+        gaps = _distance(packed[first:], changed[first:]), _distance(packed[first:], single[:second])
+        return all(gap <= _LARGEST_PART * visible for gap in gaps)
     finally:
         model.train(was_training)
 
 
 def _logits(model: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """The logits of one row, (T, vocabulary)."""
-    options = {} if positions is None else {"position_ids": positions[None]}
-    found: Tensor = model(input_ids=ids[None], use_cache=False, **options).logits[0]
+    """The logits of rows, (r, T, vocabulary)."""
+    options = {} if positions is None else {"position_ids": positions}
+    found: Tensor = model(input_ids=ids, use_cache=False, **options).logits
     return found
 
 
-def _differ(one: Tensor, other: Tensor, units: float) -> bool:
-    """Whether logits differ by more than `units` in the last place; some operations always have only 32 bits."""
-    eps = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
-    one, other = one.double(), other.double()
-    return not float((one - other).abs().max()) <= units * eps * float(one.abs().max())
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference of logits (T, vocabulary), but for an offset of all of a token, which means nothing."""
+    one, other = (logits.double() - logits.double().mean(-1, keepdim=True) for logits in (one, other))
+    return float((one - other).abs().max())
+
+
+@contextmanager
+def _wide(model: nn.Module, *, is_beside_at_once: bool = False) -> Iterator[None]:
+    """Each layer has its weights in 32 bits while it computes, if they have fewer.
+
+    So has each module beside the layers; with `is_beside_at_once` all of these while the model computes.
+    """
+    kept: dict[Tensor, Tensor] = {}
+    handles = []
+    parts = [(module, list(module.parameters(recurse=is_layer)), is_layer) for module, is_layer in _parts(model)]
+    if is_beside_at_once:
+        beside = {weight: None for _, weights, is_layer in parts if not is_layer for weight in weights}
+        parts = [(model, list(beside), False), *(part for part in parts if part[2])]
+    for module, weights, _ in parts:
+
+        def widen(_: nn.Module, __: Any, weights: Sequence[Tensor] = weights) -> None:
+            for weight in weights:
+                if weight.is_floating_point() and weight.element_size() < _WIDE_BYTES:
+                    kept[weight] = weight.data
+                    weight.data = weight.data.float()
+
+        def restore(*_: Any, weights: Sequence[Tensor] = weights) -> None:
+            for weight in weights:
+                if weight in kept:
+                    weight.data = kept.pop(weight)
+
+        if weights:
+            handles += [
+                module.register_forward_pre_hook(widen),
+                module.register_forward_hook(restore, always_call=True),
+            ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for weight, data in kept.items():
+            weight.data = data
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """The layers of a model, which are the elements of its lists; and all modules that are in none of them."""
+    if isinstance(module, nn.ModuleList):
+        yield from ((layer, True) for layer in module)
+        return
+    yield module, False
+    for child in module.children():
+        yield from _parts(child)
+
+
+def continuations(model: Any, input_ids: Tensor, attention_mask: Tensor, *, most: int) -> Tensor:
+    """The likeliest `most` tokens after each row, until an end; (n, at most `most`) int64, padded with 0.
+
+    Of the settings that the model was published with only its ends count: a penalty would be another model.
+    """
+    published = model.generation_config
+    model.generation_config = library("transformers").GenerationConfig(
+        max_new_tokens=most, do_sample=False, use_cache=True, pad_token_id=0,
+        eos_token_id=getattr(published, "eos_token_id", None),
+    )  # fmt: skip
+    try:
+        found: Tensor = model.generate(input_ids=input_ids, attention_mask=attention_mask)
+    finally:
+        model.generation_config = published
+    return found[:, input_ids.shape[1] :]
 
 
 # Reading
@@ -252,12 +338,17 @@ def _draw(folder: Path, config: Any, setting: Setting) -> Any:
 
 
 def _set_dropout(config: Any, rate: float, folder: Path) -> None:
-    text = config.get_text_config()
-    names = [name for name, value in text.to_dict().items() if _RATE.search(name) and isinstance(value, int | float)]
-    for name in names:
-        setattr(text, name, rate)
-    if not names and rate:
+    if not _set_rates(config.get_text_config(), rate) and rate:
         logger.info("%s: %s has no dropout of its own, which --dropout could change", folder, config.model_type)
+
+
+def _set_rates(config: Any, rate: float) -> bool:
+    """Set all rates of a configuration and of the configurations in it; whether there are any."""
+    names = [name for name, value in vars(config).items() if _RATE.search(name) and isinstance(value, int | float)]
+    for name in names:
+        setattr(config, name, rate)
+    nested = [_set_rates(value, rate) for value in vars(config).values() if hasattr(value, "to_dict")]
+    return bool(names) or any(nested)
 
 
 def _checkpoint_activations(model: Any, folder: Path) -> None:
@@ -286,17 +377,23 @@ def _with_adapters(model: Any, folder: Path, setting: Setting) -> Any:
         base_model_name_or_path=hub_name(folder),
     )  # fmt: skip
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fan_in_fan_out")  # peft finds out by itself
-        warnings.filterwarnings("ignore", category=FutureWarning)  # between the two libraries
+        warnings.simplefilter("ignore")  # of what the two libraries set by themselves
         try:
-            return peft.get_peft_model(model, adapters)
+            adapted = peft.get_peft_model(model, adapters)
         except ValueError as error:
             if lora.targets:
-                raise ConfigError(f"--lora-targets {','.join(lora.targets)}: {_first_line(error)}") from error
+                raise ConfigError(
+                    f"--lora-targets {','.join(lora.targets)}: peft has adapters for linear modules and embeddings"
+                    f" only: give names of {_few(_linear_names(model))}, or {_ALL}"
+                ) from error
             raise ConfigError(
                 f"peft {peft.__version__} has no default targets for {model.config.model_type}: give --lora-targets,"
                 f" of {_few(_linear_names(model))}, or {_ALL}"
             ) from error
+    stacks = [name for name, weight in adapted.named_parameters() if weight.ndim == 3 and not weight.requires_grad]
+    if lora.targets == (_ALL,) and stacks:
+        logger.info("no adapters on %s: they are no linear modules, but stacks of experts' matrices", _few(stacks, 2))
+    return adapted
 
 
 _ALL = "all-linear"  # peft's word for every linear module but the head
@@ -305,6 +402,8 @@ _ALL = "all-linear"  # peft's word for every linear module but the head
 def _check_targets(model: Any, targets: Sequence[str]) -> None:
     """Raise ConfigError for a target that no module has; peft overlooks one beside others that exist."""
     names = [name for name, _ in model.named_modules()]
+    if _ALL in targets and len(targets) > 1:
+        raise ConfigError(f"--lora-targets {','.join(targets)}: {_ALL} goes alone; name all modules, or give {_ALL}")
     for target in targets:
         if target != _ALL and not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError(
@@ -313,9 +412,10 @@ def _check_targets(model: Any, targets: Sequence[str]) -> None:
             )
 
 
-def _linear_names(model: nn.Module) -> list[str]:
-    kinds = {"Linear", "Conv1D"}
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds]
+def _linear_names(model: Any) -> list[str]:
+    kinds, head = {"Linear", "Conv1D"}, model.get_output_embeddings()
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in kinds]
+    names = [name.rpartition(".")[2] for name, module in found if module is not head]
     return list(dict.fromkeys(names))
 
 
@@ -324,6 +424,10 @@ def _drop_base(model: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
+
+
+def _drop_factor(_: nn.Module, state: dict[str, Any], prefix: str, __: Mapping[str, Any]) -> None:
+    state.pop(prefix + _FACTOR, None)
 
 
 # Helpers

@@ -132,11 +132,8 @@ class HfCausalLmTask(Task):
         for start, length in zip(sample["starts"].tolist(), sample["prompt_lengths"].tolist()):
             prompts.append(ids[start + max(0, length - most) : start + length].tolist())
         tokens, mask = _padded_left(prompts)
-        found = model.generate(  # type: ignore[operator]
-            input_ids=tokens.to(ids.device), attention_mask=mask.to(ids.device),
-            max_new_tokens=self.options.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=_PADDING,
-        )  # fmt: skip
-        new = found[:, tokens.shape[1] :]
+        tokens, mask = (rows.to(ids.device) for rows in (tokens, mask))
+        new = networks.continuations(model, tokens, mask, most=self.options.max_new_tokens)
         if self._tokenizer is None:
             return [json.dumps(row) for row in new.tolist()]
         texts = self._tokenizer.batch_decode(new, skip_special_tokens=True)

@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hetseq import ConfigError, DataError
-from hetseq.parallel.base_parameters import base_parameters
+from hetseq.parallel.base_parameters import base_digest, base_parameters
 from hetseq.tasks.hf_causal_lm.model import Lora, PredictedOnly, Setting, build, hub_name, keeps_documents_apart
 from tests.support.tiny_models import publish
 
 FP64 = Setting(torch.float64)
 ADAPTED = Setting(torch.float64, lora=Lora(2, 4.0))
+NARROW = Setting(torch.bfloat16, lora=Lora(2, 4.0, ("all-linear",)))
+BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
+MIXTRAL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}  # fmt: skip
 MAMBA = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 OPT = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 16,
        "max_position_embeddings": 64}  # fmt: skip
@@ -75,6 +79,7 @@ def test_adapters_alone_are_trained_and_saved_and_the_base_has_16_bits(llama: Pa
     assert trained == set(model.state_dict())
     assert all("lora_" in name for name in trained)
     base = base_parameters(model)
+    assert base.pop("lora_factor").item() == 2
     assert {tensor.dtype for tensor in base.values()} == {torch.bfloat16}
     assert {model.state_dict()[name].dtype for name in trained} == {torch.float32}
     assert len(base) == len(load_file(llama / "model.safetensors"))
@@ -82,7 +87,7 @@ def test_adapters_alone_are_trained_and_saved_and_the_base_has_16_bits(llama: Pa
 
 def test_a_base_that_is_drawn_stays_in_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build(publish(tmp_path / "bare", has_weights=False), ADAPTED)
-    assert base_parameters(model) == {}
+    assert list(base_parameters(model)) == ["lora_factor"]
     assert "every checkpoint holds it" in caplog.text
 
 
@@ -103,6 +108,18 @@ def test_targets(targets: tuple[str, ...], modules: set[str], llama: Path) -> No
 def test_targets_that_no_module_has_are_refused_even_beside_others(llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"--lora-targets q_proj,query: no module of .* is called query; it has"):
         build(llama, Setting(lora=Lora(2, 4.0, ("q_proj", "query"))))
+
+
+def test_all_linear_goes_alone_and_other_modules_have_no_adapters(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="--lora-targets all-linear,lm_head: all-linear goes alone"):
+        build(llama, Setting(lora=Lora(2, 4.0, ("all-linear", "lm_head"))))
+    with pytest.raises(ConfigError, match=r"--lora-targets mlp: peft has adapters for linear modules and .*q_proj"):
+        build(llama, Setting(lora=Lora(2, 4.0, ("mlp",))))
+
+
+def test_the_digest_of_the_base_knows_the_factor_of_the_adapters(llama: Path) -> None:
+    digests = {base_digest(build(llama, Setting(lora=Lora(2, alpha)))) for alpha in (4.0, 4.0, 8.0)}
+    assert len(digests) == 2
 
 
 def test_an_architecture_without_default_targets_needs_them(tmp_path: Path) -> None:
@@ -131,10 +148,27 @@ def test_whether_a_model_keeps_documents_apart(
     assert model.training
 
 
-def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", [FP64, ADAPTED, NARROW], ids=["fp64", "lora", "bf16 lora"])
+def test_a_model_that_looks_ahead_is_refused(setting: Setting, tmp_path: Path) -> None:
     folder = publish(tmp_path / "bert", "bert", **BERT)
     with pytest.raises(DataError, match=r"config\.json: BertLMHeadModel is no causal language model"):
-        keeps_documents_apart(build(folder, FP64), folder)
+        keeps_documents_apart(build(folder, setting), folder)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "opt"])
+def test_a_leak_that_rounding_to_16_bits_would_hide_is_seen(kind: str, tmp_path: Path) -> None:
+    folder = publish(tmp_path / kind, kind, initializer_range=0.02, **(OPT if kind == "opt" else BLOOM))
+    model = build(folder, NARROW)
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert not keeps_documents_apart(model, folder)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert torch.bfloat16 in {parameter.dtype for parameter in model.parameters()}
+
+
+def test_experts_that_round_by_the_number_of_their_tokens_are_causal_and_train_in_fp64(tmp_path: Path) -> None:
+    folder = publish(tmp_path / "mixtral", "mixtral", initializer_range=0.08, **MIXTRAL)
+    for dtype in (torch.float64, torch.float32):
+        assert keeps_documents_apart(build(folder, Setting(dtype)), folder)
 
 
 # Logits.
