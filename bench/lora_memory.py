@@ -143,7 +143,9 @@ def count(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "base": sum(parameter.numel() for _, parameter in parameters if not parameter.requires_grad),
         "adapters": sum(parameter.numel() for _, parameter in parameters if parameter.requires_grad),
-        "base_types": sorted({str(parameter.dtype) for _, parameter in parameters if not parameter.requires_grad}),
+        "base_types": sorted(
+            {str(weight.dtype) for _, weight in parameters if not weight.requires_grad and weight.ndim}
+        ),
         "saved_bytes": sum(activations),
         "copied_bytes": sum(copies),
         "logits_bytes": 4 * VOCABULARY * targets[0],
