@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hetseq.monitor.trackers.protocol import Tracker
     from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
-    from hetseq.task import Task, TrainedStep
+    from hetseq.task import ModelCard, Task, TrainedStep
     from hetseq.training.controller import Controller
     from hetseq.training.muon import Muon
 
@@ -52,6 +52,7 @@ _HOMES = {
     "HetSeqTrainer": "integrations.hf_trainer",
     "Lanes": "data.lanes",
     "MissingSplitError": "errors",
+    "ModelCard": "task",
     "Muon": "training.muon",
     "OptimizationConfig": "config.sections",
     "RecordedRun": "monitor.report.recorded",
@@ -84,6 +85,7 @@ __all__ = [
     "HetSeqReader",
     "Lanes",
     "MissingSplitError",
+    "ModelCard",
     "Muon",
     "OptimizationConfig",
     "RecordedRun",

@@ -72,6 +72,23 @@ class TrainedStep:
     optimizer: torch.optim.Optimizer
 
 
+@dataclass(frozen=True)
+class ModelCard:
+    """What only the task knows about its exported model, for the `README.md` of `--format hf`."""
+
+    title: str = ""  # "": the name of the exported folder
+    about: str = ""  # a paragraph in Markdown: what the model is, and how to open it
+    library_name: str | None = None  # the library that opens the folder, such as transformers or peft
+    pipeline_tag: str | None = None  # what it is for, in the Hub's words, such as text-generation
+    base_model: str | Path | None = None  # where its weights began: a name on the Hub, or a local directory
+    tags: tuple[str, ...] = ()  # besides `hetseq`
+
+    def __post_init__(self) -> None:
+        tags: object = self.tags
+        if isinstance(tags, str):
+            raise TaskFileError(f"ModelCard(tags={tags!r}): expected a tuple, as in ({tags!r},)")
+
+
 class Task:
     """Base class of tasks. `load_dataset` and `build_model` are required; `loss` nearly always.
 
@@ -197,8 +214,19 @@ class Task:
         `hetseq checkpoints export RUN --format hf --to DIR` calls it, in one process, with the model of `build_model`,
         in evaluation mode, on the CPU, with the weights of the checkpoint. DIR appears when it returns. No data set is
         loaded before.
+
+        A task whose model is a frozen base with adapters may take a keyword too, `export(model, folder, *,
+        merge=False)`: with `--merge` it is True, and the adapters are merged into the base. `--merge` is refused for a
+        task without it.
         """
         raise TaskFileError(f"{type(self).__name__} has no export(model, folder)")
+
+    def model_card(self) -> ModelCard:
+        """What the `README.md` of an exported model says of it, besides the facts of the run.
+
+        It is called after `export`, on the same task, and replaces a `README.md` that `export` wrote.
+        """
+        return ModelCard()
 
     def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         """An optimizer of the task's own; None: the one that --optimizer names."""
@@ -213,6 +241,19 @@ def weights_of(task: Task, terms: Sequence[str]) -> tuple[float, ...]:
 def is_overridden(task: Task, name: str) -> bool:
     """Whether the task has its own method `name`."""
     return getattr(type(task), name) is not getattr(Task, name)
+
+
+def can_merge(task: Task) -> bool:
+    """Whether the task's `export` takes `merge`."""
+    return "merge" in inspect.signature(task.export).parameters
+
+
+def card_of(task: Task) -> ModelCard:
+    """The task's model card. Raises TaskFileError if it is none."""
+    card = task.model_card()
+    if not isinstance(card, ModelCard):
+        raise TaskFileError(f"{type(task).__name__}.model_card returned {type(card).__name__}, expected a ModelCard")
+    return card
 
 
 def _missing(task: Task, name: str, arguments: str, what: str) -> TaskFileError:

@@ -2,8 +2,8 @@
 
 A task takes the weights that it never changes, such as a published model under adapters, out of `state_dict()`. They
 are then neither saved nor sent, and keep the type in which `build_model` made them: 16 bits a weight may be all that a
-card has room for. The one idea: what is not sent must be known to be equal, so a digest of all bits names the base.
-Ranks compare it before the first step, and a checkpoint holds it.
+card has room for. The one idea: weights that no rank sends must be known to be equal, so a digest of all bits names
+the base. Ranks compare it before the first step, and a checkpoint holds it.
 """
 
 from __future__ import annotations

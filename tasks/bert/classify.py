@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from hetseq import ConfigError, DataError, Task, register_task
+from hetseq import ConfigError, DataError, ModelCard, Task, register_task
 from hetseq.tasks.bert import packing as bert_packing
 from hetseq.tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
 from hetseq.tasks.bert.heads import BertForSequenceClassification
@@ -83,6 +83,13 @@ class BertClassifyTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory that transformers opens as BertForSequenceClassification. Raises DataError."""
         self._beginning.write(model, folder)
+
+    def model_card(self) -> ModelCard:
+        """What the card of the exported model says."""
+        return ModelCard(
+            about="A BERT that labels texts, which `transformers.AutoModelForSequenceClassification` opens.",
+            library_name="transformers", pipeline_tag="text-classification", base_model=self._beginning.folder,
+        )  # fmt: skip
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
         """Cross entropy in nats, summed over the texts."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from hetseq import DataError, Task, register_task
+from hetseq import DataError, ModelCard, Task, register_task
 from hetseq.tasks.bert import packing as bert_packing
 from hetseq.tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
 from hetseq.tasks.bert.heads import BertForTokenClassification
@@ -72,6 +72,13 @@ class BertNerTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory that transformers opens as BertForTokenClassification. Raises DataError."""
         self._beginning.write(model, folder)
+
+    def model_card(self) -> ModelCard:
+        """What the card of the exported model says."""
+        return ModelCard(
+            about="A BERT that labels words, which `transformers.AutoModelForTokenClassification` opens.",
+            library_name="transformers", pipeline_tag="token-classification", base_model=self._beginning.folder,
+        )  # fmt: skip
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Words that have a label: all words that are not truncated."""

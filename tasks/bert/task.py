@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetseq import DataError, Task, register_task
+from hetseq import DataError, ModelCard, Task, register_task
 from hetseq.tasks.bert import packing as bert_packing
 from hetseq.tasks.bert.dataset import BertRecords, load_records
 from hetseq.tasks.bert.files import VOCAB_NAME, BertFiles, find_records, hdf5_names
@@ -103,6 +103,13 @@ class BertTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory for transformers, with the vocabulary if there is one. Raises DataError."""
         write_pretrained(model, folder, vocab_file=self._files.vocab_file())
+
+    def model_card(self) -> ModelCard:
+        """What the card of the exported model says."""
+        return ModelCard(
+            about="A BERT with its heads of pre-training, which `transformers.AutoModelForPreTraining` opens.",
+            library_name="transformers", pipeline_tag="fill-mask", base_model=self._files.init_folder,
+        )  # fmt: skip
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Masked words and sentence pairs."""

@@ -39,6 +39,11 @@ class GptFiles:
             raise DataError(f"the task gpt needs --data, a folder of records: {MAKE}")
         return Path(self.config.data.data).expanduser()
 
+    @property
+    def init_folder(self) -> Path | None:
+        """The directory given as `--init-from`."""
+        return None if self.init_from is None else Path(self.init_from).expanduser()
+
     def config_file(self) -> Path:
         """The configuration file of the network."""
         given, begin = self.config.task.config_file, self.init_from

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetseq import Task, register_task
+from hetseq import ModelCard, Task, register_task
 from hetseq.tasks.gpt.dataset import Batch, GptRecords, check_tokens, load_records
 from hetseq.tasks.gpt.files import GptFiles, find_records
 from hetseq.tasks.gpt.model import GptConfig, GptForCausalLM
@@ -80,6 +80,13 @@ class GptTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory for transformers, with the tokenizer if there is one. Raises DataError."""
         write_pretrained(model, folder, tokenizer_file=self._files.tokenizer_file())
+
+    def model_card(self) -> ModelCard:
+        """What the card of the exported model says."""
+        return ModelCard(
+            about="A causal language model, which `transformers.AutoModelForCausalLM` opens.",
+            library_name="transformers", pipeline_tag="text-generation", base_model=self._files.init_folder,
+        )  # fmt: skip
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Predicted tokens."""

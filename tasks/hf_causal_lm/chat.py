@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,11 @@ class _Template:
                 ' has: expected a tokenizer.json; add it, or give {"text": "..."} lines'
             )
         try:
-            template = tokenizer.get_chat_template()
+            self._content: str = tokenizer.get_chat_template()
         except ValueError as error:  # several templates, and none is called default
             raise DataError(f"the tokenizer in {self._folder} has no default chat template: {error}") from error
-        self._marks_answers = _GENERATION.search(template) is not None
-        if "strftime_now" in template:
+        self._marks_answers = _GENERATION.search(self._content) is not None
+        if "strftime_now" in self._content:
             logger.warning(
                 "%s: the chat template in %s writes the date of today, so tokens differ from day to day; put a fixed"
                 " date into chat_template.jinja",
@@ -123,10 +124,7 @@ class _Template:
         size = 0
         for line, messages in conversations:
             self.tally.conversations += 1
-            if self._marks_answers:
-                yield self._marked(line, messages)
-                continue
-            texts = self._rendered(line, messages)
+            texts = [self._marked(line, messages)] if self._marks_answers else self._rendered(line, messages)
             held += texts
             size += sum(len(each.text) for each in texts)
             if size >= _BATCH:
@@ -135,18 +133,21 @@ class _Template:
         if held:
             yield from self._encoded(held)
 
-    def _marked(self, line: int, messages: Messages) -> Row:
-        """The row of a conversation, with the answers that `{% generation %}` marks."""
+    def _marked(self, line: int, messages: Messages) -> _Rendered:
+        """The text of a conversation, with the answers that `{% generation %}` marks.
+
+        `apply_chat_template` gives a mask of tokens instead, which ends at an answer that begins with a space where the
+        tokenizer trims the characters of a token (transformers 5.23).
+        """
         is_answered = messages[-1]["role"] == _ASSISTANT
-        found = self._apply(
-            line, messages, add_generation_prompt=not is_answered, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, is_answer = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], np.bool_)
-        prompt = len(ids)
-        if is_answered and is_answer.any():
-            begins = np.flatnonzero(np.diff(is_answer, prepend=False) & is_answer)
-            prompt = int(begins[-1])
-        return self._row(ids, is_answer, prompt)
+        with self._refusing(line):
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            (text,), (answers,) = render_jinja_template(
+                conversations=[messages], chat_template=self._content, return_assistant_tokens_mask=True,
+                add_generation_prompt=not is_answered, **self._tokenizer.special_tokens_map,
+            )  # fmt: skip
+        return _Rendered(text, answers, answers[-1][0] if is_answered and answers else len(text))
 
     def _rendered(self, line: int, messages: Messages) -> list[_Rendered]:
         """The texts of a conversation: one, or one for each answer if the template changes earlier turns."""
@@ -183,12 +184,16 @@ class _Template:
         return before, after
 
     def _text(self, line: int, messages: Messages, *, add_generation_prompt: bool) -> str:
-        text: str = self._apply(line, messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+        with self._refusing(line):
+            text: str = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
         return text
 
-    def _apply(self, line: int, messages: Messages, **how: bool) -> Any:
+    @contextmanager
+    def _refusing(self, line: int) -> Iterator[None]:
         try:
-            return self._tokenizer.apply_chat_template(messages, **how)
+            yield
         except ImportError as error:
             raise ConfigError(f"{self._path} has conversations, which need jinja2 ({error}): {_INSTALL}") from error
         except Exception as error:  # a template is a program, which raises whatever it wants

@@ -1,7 +1,7 @@
 """A causal language model of transformers: from a directory, with LoRA adapters if wanted, and its logits.
 
 Responsible for the network: reading it, freezing it under adapters, and computing logits where they are needed. The
-architecture, its file names and its activation checkpointing are those of transformers, the adapters those of peft.
+architecture, its file names and its activation checkpointing come from transformers, the adapters from peft.
 
 Two ideas. Documents share rows only if the architecture keeps them apart, which no list can know: so a small forward
 tests it, and also whether the model is causal at all. And the logits of all tokens are many times larger than the rest

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetseq import ConfigError, Task, register_task
+from hetseq import ConfigError, ModelCard, Task, register_task
 from hetseq.tasks.hf_causal_lm import export
 from hetseq.tasks.hf_causal_lm import model as networks
 from hetseq.tasks.hf_causal_lm.dataset import Batch, CausalRows, load_rows
-from hetseq.tasks.hf_causal_lm.files import CausalLmFiles
+from hetseq.tasks.hf_causal_lm.files import CausalLmFiles, has_weights
 from hetseq.tasks.hf_causal_lm.tokenizer import Tokenizer, open_tokenizer
 from hetseq.tasks.options import HfCausalLmOptions
 
@@ -50,7 +51,7 @@ class HfCausalLmTask(Task):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self._loaded: list[CausalRows] = []
-        self._is_packed = True
+        self._is_packed, self._has_told_of_cut, self._has_exported_adapters = True, False, False
         self._predicted_only = WeakKeyDictionary[nn.Module, networks.PredictedOnly]()
         #: a batch, with its logits and targets
         self._kept: tuple[Batch, tuple[Tensor, Tensor]] | None = None
@@ -80,6 +81,19 @@ class HfCausalLmTask(Task):
     def export(self, model: nn.Module, folder: Path, merge: bool = False) -> None:
         """An adapter folder of peft, or a directory that transformers opens, with the tokenizer. Raises ConfigError."""
         export.write(model, folder, self._tokenizer, is_merged=merge)
+        self._has_exported_adapters = hasattr(model, "peft_config") and not merge
+
+    def model_card(self) -> ModelCard:
+        """What the card of the exported model says."""
+        adapted, is_lora = self._has_exported_adapters, self.options.lora_rank is not None
+        kind = "LoRA adapters for a causal language model" if adapted else "A causal language model"
+        merged = ", with LoRA adapters merged into it" if is_lora and not adapted else ""
+        opener = "peft.AutoPeftModelForCausalLM" if adapted else "transformers.AutoModelForCausalLM"
+        return ModelCard(
+            about=f"{kind}{merged}; `{opener}` opens it.", library_name="peft" if adapted else "transformers",
+            pipeline_tag="text-generation", base_model=self._folder if has_weights(self._folder) else None,
+            tags=("lora",) if is_lora else (),
+        )  # fmt: skip
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Predicted tokens."""
@@ -107,10 +121,16 @@ class HfCausalLmTask(Task):
         return {**means, "perplexity": math.exp(nats) if nats < 700 else math.inf}
 
     def predictions(self, model: nn.Module, sample: Batch) -> list[str]:
-        """The most likely continuation of each text, or the next answer of each conversation, as a JSON string."""
-        prompts, ids = [], sample["input_ids"].flatten()
+        """The most likely continuation of each text, or the next answer of each conversation, as a JSON string.
+
+        It continues at most as many of the last tokens of a prompt as leave the model room for `--max-new-tokens`.
+        """
+        prompts, ids, most = [], sample["input_ids"].flatten(), self._longest_prompt
+        if not self._has_told_of_cut and (sample["prompt_lengths"] > most).any():
+            self._has_told_of_cut = True
+            logger.warning("the model has no room for the beginning of some prompts: their last %d tokens count", most)
         for start, length in zip(sample["starts"].tolist(), sample["prompt_lengths"].tolist()):
-            prompts.append(ids[start : start + length].tolist())
+            prompts.append(ids[start + max(0, length - most) : start + length].tolist())
         tokens, mask = _padded_left(prompts)
         found = model.generate(  # type: ignore[operator]
             input_ids=tokens.to(ids.device), attention_mask=mask.to(ids.device),
@@ -149,6 +169,19 @@ class HfCausalLmTask(Task):
                 f"--max-length {given}: the model in {self._folder} has {most} positions; give at most as many"
             )
         return int(given)
+
+    @functools.cached_property
+    def _longest_prompt(self) -> int:
+        """The tokens that `predictions` continues at most. Raises ConfigError if there is no room for any."""
+        positions, new = networks.most_positions(self._network), self.options.max_new_tokens
+        if positions is None:
+            return sys.maxsize
+        if new >= positions:
+            raise ConfigError(
+                f"--max-new-tokens {new}: the model in {self._folder} has {positions} positions, for the prompt too:"
+                " give fewer"
+            )
+        return int(positions - new)
 
     def _lora(self) -> networks.Lora | None:
         options = self.options

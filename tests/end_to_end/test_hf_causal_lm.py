@@ -86,6 +86,7 @@ def test_a_checkpoint_holds_adapters_alone(runs: tuple[Path, Path], folder: Path
     assert 0 < saved < (folder / "model" / "model.safetensors").stat().st_size
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
 def test_evaluate_predict_and_both_exports(runs: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
     said = hetseq("evaluate", runs[0], "--json").out
     assert json.loads(said.splitlines()[-1])["valid_perplexity"] > 1

@@ -50,6 +50,7 @@ class CheckpointArguments:
     wants_json: bool = False
     form: str = ""
     target: Path = Path()
+    merges: bool = False
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -68,6 +69,10 @@ def parse(argv: Sequence[str]) -> CheckpointArguments:
     values = dict(given.values)
     if values.pop("--keep-best", False) and values["--drop-best"]:
         raise command.refusal("--keep-best and --drop-best exclude each other: leave one out")
+    if values.get("--merge") and values["--format"] != "hf":
+        raise command.refusal(
+            f"--merge goes with --format hf: {values['--format']} holds the tensors as they were saved"
+        )
     return CheckpointArguments(
         action=argv[0], run=Path(values.pop("RUN")), **{_FIELDS[name]: value for name, value in values.items()}
     )
@@ -106,6 +111,7 @@ _JSON = CommandOption("--json", "print one line of JSON, for scripts")
 _FIELDS = {
     "--step": "which", "--json": "wants_json", "--tensors": "wants_tensors", "--shallow": "is_shallow",
     "--keep": "keep", "--drop-best": "drops_best", "--dry-run": "is_dry_run", "--format": "form", "--to": "target",
+    "--merge": "merges",
 }  # fmt: skip
 
 ACTIONS = {
@@ -154,13 +160,13 @@ ACTIONS = {
     "export": Command(
         "checkpoints export",
         "Export a checkpoint in a format for other programs.",
-        usage=("RUN --format FORM --to PATH [--step STEP]",),
+        usage=("RUN --format FORM --to PATH [--step STEP]", "RUN --format hf --merge --to PATH [--step STEP]"),
         words=(
             _RUN,
             CommandOption(
                 "--format",
                 "safetensors (a folder), torch (a .pt file), dcp (a folder of torch.distributed.checkpoint) or hf (a"
-                " folder that transformers opens, if the run's task writes one, as bert does)",
+                " folder that transformers opens, with a model card, if the run's task writes one, as bert does)",
                 "FORM",
                 among=FORMS,
                 is_needed=True,
@@ -170,6 +176,7 @@ ACTIONS = {
                 also=("--output",), is_needed=True,
             ),
             _STEP,
+            CommandOption("--merge", "hf: merge adapters (LoRA) into the base model, if the run's task trains them"),
         ),
         examples=("hetseq checkpoints export runs/mnist --format torch --to mnist.pt",),
     ),
@@ -329,7 +336,7 @@ def _export(arguments: CheckpointArguments) -> Iterator[str]:
         if arguments.form == "hf":
             from hetseq.commands.checkpoints.export_model import export_model
 
-            path = export_model(arguments.run, inspected.commit, target, advance=advance)
+            path = export_model(arguments.run, inspected.commit, target, merge=arguments.merges, advance=advance)
         else:
             from hetseq.checkpoint.export import export
 

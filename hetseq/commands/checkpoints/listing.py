@@ -108,7 +108,7 @@ def _list_rows(contents: Contents) -> Iterator[Cells]:
     for inspected, mark in zip(contents.usable, marks):
         commit, identity = inspected.commit, inspected.commit.identity
         yield (
-            str(identity.step), _value(_epoch(inspected) or "?"), ", ".join(commit.kinds),
+            str(identity.step), _value(epoch_of(inspected.state) or "?"), ", ".join(commit.kinds),
             size_text(commit.size_bytes), _time(commit.attempt.created), str(len(commit.parts)), " and ".join(mark),
             *((str(identity.generation),) * has_generations),
         )  # fmt: skip
@@ -120,9 +120,9 @@ def _marks(commits: Sequence[Commit]) -> list[list[str]]:
     return [["newest"] * (at == 0) + ["best"] * (commit is best) for at, commit in enumerate(commits)]
 
 
-def _epoch(inspected: Inspected) -> int | None:
-    """The epoch of its last step; a state saved at the end of an epoch names the next one, with no samples taken."""
-    epoch, state = inspected.state.get("epoch"), inspected.state
+def epoch_of(state: Mapping[str, Any]) -> int | None:
+    """The epoch of the last step; a state saved at the end of an epoch names the next one, with no samples taken."""
+    epoch = state.get("epoch")
     if not isinstance(epoch, int):
         return None
     return epoch - 1 if epoch > 1 and state.get("consumed") == 0 else epoch
@@ -155,7 +155,7 @@ def _facts(inspected: Inspected) -> dict[str, Any]:
     return {
         "path": str(commit.path),
         "step": commit.identity.step,
-        "epoch": _epoch(inspected),
+        "epoch": epoch_of(inspected.state),
         "kinds": commit.kinds,
         "bytes": commit.size_bytes,
         "created": commit.attempt.created,
@@ -172,10 +172,10 @@ def show_text(inspected: Inspected, *, every_tensor: bool) -> Iterator[str]:
     yield str(commit.path)
     yield ""
     rows: list[Cells] = [("step", str(commit.identity.step))]
-    said = {**state, "epoch": _epoch(inspected)}
+    said = {**state, "epoch": epoch_of(inspected.state)}
     rows += [(word, _value(said[key])) for key, word in _STATE_WORDS.items() if said.get(key) not in (None, {})]
     if "global_batch" in state:
-        rows.append(("global batch", _batch(state["global_batch"])))
+        rows.append(("global batch", batch_text(state["global_batch"])))
     rows += [
         ("kinds", ", ".join(commit.kinds)),
         ("created (UTC)", _time(commit.attempt.created)),
@@ -231,7 +231,7 @@ def _groups(inspected: Inspected) -> list[tuple[str, int, int, int]]:
     return [(name, *counts) for name, counts in sums.items()]
 
 
-def _batch(batch: Any) -> str:
+def batch_text(batch: Any) -> str:
     """The global batch of a state.json: samples or tokens per step, or the number of micro-batches of each rank."""
     given = batch if isinstance(batch, dict) else {}
     for unit in ("samples", "tokens"):

@@ -16,6 +16,8 @@ from hetseq.commands.selftest.fixed_randomness import difference, held_still
 from hetseq.commands.selftest.measure import Bench, MeasuredStep, Reader
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import derive_seed
+from hetseq.errors import few as first_few
+from hetseq.parallel.base_parameters import base_parameters
 from hetseq.task import build_model, is_overridden
 
 _FEW = 8  # samples that are read twice
@@ -335,10 +337,11 @@ def of_predictions(bench: Bench, samples: int) -> SelftestFinding | None:
 
 @torch.no_grad()
 def _stir_(model: torch.nn.Module) -> None:
-    """Change the weights from those of `build_model`, as training does."""
+    """Change the weights from those of `build_model`, as training does; but not the base, which stays as it is."""
     seed_everything(1)
+    base = {id(parameter) for parameter in base_parameters(model).values()}
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and id(parameter) not in base:
             parameter.mul_(1 + 0.01 * torch.rand_like(parameter)).add_(0.001)
 
 
@@ -353,7 +356,10 @@ def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float)
     fresh = build_model(bench.task).to(bench.device, bench.dtype)
     fresh.train(model.training)
     try:
-        fresh.load_state_dict(saved)
+        lacking = fresh.load_state_dict(saved, strict=False)
+        names = [name for name in lacking.missing_keys if name in fresh.state_dict()]  # the base is not there
+        if names or lacking.unexpected_keys:
+            raise RuntimeError(f"it lacks {first_few(names)} and also has {first_few(lacking.unexpected_keys)}")
     except RuntimeError as error:
         yield SelftestFinding(
             "state_dict", "the model",

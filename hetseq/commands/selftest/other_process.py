@@ -66,6 +66,7 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     from types import SimpleNamespace
 
     from hetseq.data.fetch import seed_everything
+    from hetseq.parallel.base_parameters import base_digest
     from hetseq.run.fingerprint import rank_fields
     from hetseq.task import build_model
     from hetseq.training.task_checks import LossTrial
@@ -73,9 +74,10 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     seed_everything(config.task.seed)
     model = build_model(task)
     config = replace(config, data=replace(config.data, data_by_host=False))
-    return rank_fields(
-        config, SimpleNamespace(task=task, train=train, valid={}, model=model, trial=LossTrial(), own_loop=None)
+    material = SimpleNamespace(
+        task=task, train=train, valid={}, model=model, trial=LossTrial(), own_loop=None, base=base_digest(model)
     )
+    return rank_fields(config, material)
 
 
 def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[SelftestFinding]:

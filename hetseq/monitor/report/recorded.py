@@ -18,7 +18,7 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -149,6 +149,26 @@ def load_run(directory: str | os.PathLike[str]) -> RecordedRun:
         path=run.path, run_id=run_id.group(1) if run_id else "", config=_options(config_text), config_text=config_text,
         states=_states(run.status), events=events, checkpoints=saves, **columns.arrays(),
     )  # fmt: skip
+
+
+def until(run: RecordedRun, step: int) -> RecordedRun:
+    """The records of a run up to and including a step: all that a checkpoint of this step is the result of."""
+    is_before = run.steps <= step  # (n,)
+    by_step: dict[str, Any] = {
+        entry.name: value[is_before]
+        for entry in fields(run)
+        if entry.name != "slots" and isinstance(value := getattr(run, entry.name), np.ndarray)
+    }
+    validation = {
+        subset: {name: values[is_in] for name, values in figures.items()}
+        for subset, figures in run.validation.items()
+        if (is_in := figures["step"] <= step).any()
+    }
+    terms = {name: values[is_before] for name, values in run.terms.items()}
+    # an event names the last step before it, so that of an event after the last one nothing is in the result
+    events = tuple(event for event in run.events if _number(event.get("step")) < step)
+    saves = tuple(save for save in run.checkpoints if save["step"] <= step)
+    return replace(run, **by_step, terms=terms, validation=validation, events=events, checkpoints=saves)
 
 
 class _Columns:

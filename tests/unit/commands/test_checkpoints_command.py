@@ -98,6 +98,8 @@ def fail_a_save(run: Path, step: int, error: str) -> None:
         ("list RUN --output y", "unknown option --output"),
         ("export RUN --format tensors --to x", "--format tensors: did you mean safetensors?"),
         ("export RUN --format onnx --to x", "--format onnx: expected safetensors, torch, dcp, hf"),
+        ("export RUN --format dcp --to x --merge", "--merge goes with --format hf: dcp holds the tensors as they were"),
+        ("show RUN --merge", "unknown option --merge"),
     ],
 )
 def test_a_command_line_that_cannot_be_meant_is_answered_with_a_remedy(words: str, told: str) -> None:
@@ -120,6 +122,9 @@ def test_a_command_line_says_it_all() -> None:
         )
     assert parse(["prune", "RUN", "--keep", "3", "--drop-best", "--dry-run"]) == CheckpointArguments(
         "prune", Path("RUN"), keep=3, drops_best=True, is_dry_run=True
+    )
+    assert parse(["export", "RUN", "--format", "hf", "--to", "x", "--merge"]) == CheckpointArguments(
+        "export", Path("RUN"), form="hf", target=Path("x"), merges=True
     )
     assert parse(["export", "RUN", "--format", "dcp", "--to", "x"]) == CheckpointArguments(
         "export", Path("RUN"), form="dcp", target=Path("x")

@@ -184,3 +184,12 @@ def test_a_template_that_does_not_fit_is_refused(template: Any, conversation: An
 def test_a_template_with_the_date_of_today_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     rows_of(make_tokenizer("{{ strftime_now('%d %b %Y') }}" + LLAMA), CHATS[0])
     assert "writes the date of today, so tokens differ from day to day" in caplog.text
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_an_answer_that_begins_with_a_space_hides_no_later_one_of_a_template_with_marks(trims: bool) -> None:
+    messages = chat("user: Hello", "assistant:  The cat", "user: Two", "assistant: no")
+    assert messages[1]["content"] == " The cat"
+    own, marked = (rows_of(make_tokenizer(template, trims=trims), messages) for template in (CHATML, MARKED))
+    assert facts(marked) == facts(own)
+    assert make_tokenizer().decode(marked[0].ids[marked[0].is_target]).endswith("The cat<|im_end|>no<|im_end|>")

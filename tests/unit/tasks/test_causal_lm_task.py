@@ -90,6 +90,22 @@ def test_a_prediction_is_the_answer_that_the_model_gives_alone(folder: Path) -> 
         assert text == task._tokenizer.decode(right[0, prompt.shape[1] :], skip_special_tokens=True)
 
 
+@torch.no_grad()
+def test_of_a_prompt_that_leaves_no_room_the_last_tokens_count(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = make(folder, "--max-new-tokens", "246")
+    dataset = task.load_dataset("train")
+    model: Any = task.build_model().eval()
+    row = dataset.collater([dataset[0]])
+    prompt = row["input_ids"][0, : int(row["prompt_lengths"][0])]
+    assert len(prompt) > 10
+    right = model.generate(input_ids=prompt[None, -10:], max_new_tokens=246, do_sample=False, pad_token_id=0)[0, 10:]
+    text = task._tokenizer.decode(right, skip_special_tokens=True)
+    assert [json.loads(line) for line in task.predictions(model, row)] == [text]
+    assert caplog.text.count("their last 10 tokens count") == 1
+    with pytest.raises(ConfigError, match="--max-new-tokens 256: the model in "):
+        make(folder, "--max-new-tokens", "256").predictions(model, row)
+
+
 # Exports.
 
 
@@ -151,6 +167,20 @@ def test_adapters_open_over_their_base_with_equal_logits_and_merged_without_it(
     task.export(model, tmp_path / "merged", merge=True)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(whole(input_ids=ids).logits, wanted, rtol=0, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")  # of peft, of the same
+@pytest.mark.parametrize(("target", "other"), [("lm_head", "model.embed_tokens"), ("embed_tokens", "lm_head")])
+def test_adapters_over_a_weight_that_two_modules_share_are_not_merged(
+    target: str, other: str, folder: Path, tmp_path: Path
+) -> None:
+    publish(tmp_path / "tied", "qwen2")
+    task = make(tmp_path, "--data", str(folder / "data"), "--lora-rank", "2", "--lora-targets", target, model="tied")
+    with pytest.raises(
+        ConfigError, match=rf"adapters on (model\.)?{target}, whose weight the model uses in {other} too"
+    ):
+        task.export(trained(task), tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_there_is_nothing_to_merge_without_adapters(folder: Path, tmp_path: Path) -> None:

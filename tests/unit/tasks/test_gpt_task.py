@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hetseq import ConfigError, DataError, MissingSplitError, registry
+from hetseq import ConfigError, DataError, MissingSplitError, TaskError, registry
 from hetseq import config as options
 from hetseq.commands.checkpoints.command import answer, parse
 from hetseq.run_directory import RunDirectory
@@ -228,14 +228,51 @@ def run_of(folder: Path, run: Path) -> Path:
     return run
 
 
-def test_a_run_is_exported_with_its_tokenizer(folder: Path, tmp_path: Path) -> None:
+def export(run: Path, target: Path, *words: str) -> list[str]:
+    return list(answer(parse(["export", str(run), "--format", "hf", "--to", str(target), *words])))
+
+
+def test_a_run_is_exported_with_its_tokenizer_and_a_card(folder: Path, tmp_path: Path) -> None:
     run, target = run_of(folder, tmp_path / "run"), tmp_path / "out"
-    list(answer(parse(["export", str(run), "--format", "hf", "--to", str(target)])))
-    names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    export(run, target)
+    names = ["README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in target.iterdir()) == names
     assert (target / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     found, expected = read_gpt(target).state_dict(), make_model(dtype=torch.float32).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    card = (target / "README.md").read_text()
+    assert card.startswith(
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- hetseq\n---\n\n# out\n"
+    )
+    weights = sum(parameter.numel() for parameter in make_model().parameters())
+    assert f"| data | {folder.name} |" in card
+    assert f"| parameters | {weights:,} |\n| steps | 1 |" in card
+    assert str(tmp_path) not in card
+
+
+def test_adapters_are_merged_by_tasks_that_have_some(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(folder, tmp_path / "run")
+    with pytest.raises(ConfigError, match="--merge: the task gpt has nothing to merge: its export is the whole model"):
+        export(run, tmp_path / "out", "--merge")
+    asked = []
+
+    def write(task: GptTask, model: Any, folder: Path, *, merge: bool = False) -> None:
+        asked.append(merge)
+        (folder / "README.md").write_text("by peft")
+
+    monkeypatch.setattr(GptTask, "export", write)
+    export(run, tmp_path / "whole", "--merge")
+    export(run, tmp_path / "adapter")
+    assert asked == [True, False]
+    assert (
+        (tmp_path / "whole" / "README.md").read_text().endswith("| seed | 19940802 |\n")
+    )  # ours, of a run without rows
+    monkeypatch.setattr(GptTask, "model_card", lambda task: {"title": "x"})
+    with pytest.raises(TaskError, match=r"GptTask\.model_card returned dict, expected a ModelCard"):
+        export(run, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.slow
@@ -243,7 +280,7 @@ def test_an_exported_run_is_opened_by_transformers(transformers: ModuleType, fol
     config = GPT2.to_hugging_face() | {"eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))
     run, target = run_of(folder, tmp_path / "run"), tmp_path / "out"
-    list(answer(parse(["export", str(run), "--format", "hf", "--to", str(target)])))
+    export(run, target)
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     ids = tokenizer("w3 w51 w9 <|endoftext|>", return_tensors="pt")["input_ids"]
     assert ids.tolist() == [[3, 51, 9, 0]]

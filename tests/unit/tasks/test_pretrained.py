@@ -452,8 +452,9 @@ def test_a_run_of_bert_is_exported(run: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "data").glob("*.hdf5"):
         path.unlink()  # no data set is loaded
     assert export(run, tmp_path / "out") == [f"step 1 of {run} is in {tmp_path / 'out'} (hf)"]
-    names = ["config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"]
+    names = ["README.md", "config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert "pipeline_tag: fill-mask\n" in (tmp_path / "out" / "README.md").read_text()
     assert equal(read_bert(tmp_path / "out"), trained())
     assert (tmp_path / "out" / "vocab.txt").read_bytes() == (tmp_path / "data" / "vocab.txt").read_bytes()
 
