@@ -18,7 +18,7 @@ but for the meeting place. A speed is samples over seconds, from the row of one 
 of this script. The joint speed counts the steps for which all nodes were present, before the leave and after the
 return, once the shares have settled. Bytes are those of the cables, all protocols included.
 
-At the end a smaller model trains in fp64, in the same way with a leave and a return, and then on one device: losses and
+At the end smaller models train in fp64, in the same way with a leave and a return, and then on one device: losses and
 adapters are compared. The script needs root or user namespaces, ip(8) and tc(8), and leaves nothing behind.
 """
 
@@ -51,11 +51,15 @@ PATIENCE_S = 600.0
 SETTLE, ALONE_SETTLE, AWAY = 8, 1, 3  # steps that are not counted; steps without the node that has left
 PORT = 29411
 WORDS = ("river", "boat", "wide", "small", "steady", "hand", "water", "stone", "letter", "window", "garden", "light")
-#: the model that is timed, and the one whose numbers are compared
 TIMED = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
-EXACT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+#: the models whose numbers are compared. Only the first is judged: transformers computes the norms of a Llama in fp32,
+#: also in an fp64 model, so a difference of 1e-16 now and then becomes one of 1e-8 in an element. Measured over 200
+#: steps of 192 samples: GPT-2 5e-16, Llama 9e-11, and Llama with its norms in fp64 5e-16.
+EXACT: dict[str, dict[str, int]] = {
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_inner": 64, "n_positions": 128},
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128},
+}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -130,6 +134,7 @@ class Window:
     steps: int
     sent_bytes: int = 0
     communication_s: float = 0.0  # that no rank could hide, as the rows say
+    own_estimate_s: float = 0.0  # seconds of each step times the efficiency that its row states
     others_s: float = 0.0  # CPU time of programs that are not this script's, from its look at the first row on
 
     @property
@@ -229,21 +234,23 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="hetseq-lora-nodes-") as name,
         lab_of(Path(name), arguments.factors, arguments.mbit) as lab,
     ):
-        words = train_words(lab.folder, "timed", TIMED, arguments, precision="fp32")
+        words = train_words(lab.folder, "llama", TIMED, arguments, precision="fp32")
         rounds = [one_round(lab, [*words, "--no-save"], number, arguments) for number in range(arguments.rounds)]
-        words = train_words(lab.folder, "exact", EXACT, arguments, precision="fp64")
-        apart = differences(lab, words)
-    return report(rounds, apart, arguments)
+        compared = {
+            kind: differences(lab, kind, train_words(lab.folder / "exact", kind, sizes, arguments, precision="fp64"))
+            for kind, sizes in EXACT.items()
+        }
+    return report(rounds, compared, arguments)
 
 
 def train_words(
-    folder: Path, name: str, sizes: Mapping[str, Any], arguments: argparse.Namespace, *, precision: str
+    folder: Path, kind: str, sizes: Mapping[str, Any], arguments: argparse.Namespace, *, precision: str
 ) -> list[str]:
-    """The command line of a training, its model and its texts made."""
+    """The command line of a training; its model, of this `model_type`, and its texts are made."""
     from tests.support.tiny_models import publish
 
-    model = publish(folder / f"{name}-model", "llama", seed=1, initializer_range=0.05, **sizes)
-    chance, texts = random.Random(0), folder / f"{name}.jsonl"
+    model = publish(folder / f"{kind}-model", kind, seed=1, initializer_range=0.05, **sizes)
+    chance, texts = random.Random(0), folder / f"{kind}.jsonl"
     with texts.open("w", encoding="utf-8") as file:
         for _ in range(64 * arguments.batch):
             text = " ".join(chance.choices(WORDS, k=40))[: chance.randint(100, 120)]
@@ -354,6 +361,7 @@ def window_of(seen: Sequence[Seen], sent_bytes: int = 0, *, others_s: float) -> 
         steps=len(rows),
         sent_bytes=sent_bytes,
         communication_s=sum(row.get("communication_s") or 0.0 for row in rows),
+        own_estimate_s=sum(row["seconds"] * (row.get("efficiency") or 0.0) for row in rows),
         others_s=max(0.0, others_s),
     )
 
@@ -391,21 +399,21 @@ def cpu_seconds_of_others() -> float:
 # Exactness.
 
 
-def differences(lab: Lab, words: Sequence[str]) -> dict[str, Any]:
+def differences(lab: Lab, kind: str, words: Sequence[str]) -> dict[str, Any]:
     """Losses and adapters of three nodes, with a leave and a return, against one device: the largest differences.
 
     A difference is relative: of a loss to that loss, of a number of the state to the largest one of its tensor.
     """
     from tests.support.trials import curve, last_state
 
-    run = lab.begin("exact", words, range(len(lab.hosts)))
+    run = lab.begin(f"exact-{kind}", words, range(len(lab.hosts)))
     await_([run], lambda: run.steps_of(len(lab.hosts)) >= SETTLE, "steps of all nodes")
     leave_and_return(lab, run, words)
     await_([run], lambda: run.steps_of(len(lab.hosts)) >= SETTLE, "steps after the return")
     sizes = [seen.row["world_size"] for seen in run.seen]
     lab.finish(run)
     mine = curve(run.folder)
-    one = lab.folder / "one"
+    one = lab.folder / f"one-{kind}"
     done = subprocess.run(
         [sys.executable, "-m", "hetseq", "train", *words, "--max-update", str(max(mine)), "--save-dir", str(one)],
         cwd=lab.folder, env=environment(lab.folder), capture_output=True, text=True, check=False,
@@ -419,6 +427,7 @@ def differences(lab: Lab, words: Sequence[str]) -> dict[str, Any]:
     if states[0].keys() != states[1].keys():
         raise SystemExit("the state of the nodes and the state of one device have different tensors")
     return {
+        "kind": kind,
         "steps": len(mine),
         "steps_of_all": sizes.count(len(lab.hosts)),
         "loss": max(abs(mine[step]["loss"] - right[step]["loss"]) / abs(right[step]["loss"]) for step in right),
@@ -437,17 +446,20 @@ def apart(found: Any, right: Any) -> float:
 # Report.
 
 
-HEADS = ("round", "joint, samples/s", "busy, summed", "idle, summed", "joint, % of busy", "% of idle", "step, s",
-         "exchange, s", "sent, kB a step", "others, % of cores")  # fmt: skip
+HEADS = ("round", "joint, samples/s", "busy, summed", "idle, summed", "joint, % of busy", "% of idle",
+         "% by the run itself", "step, s", "exchange, s", "sent, kB a step", "others, % of cores")  # fmt: skip
 
 
-def report(rounds: Sequence[Mapping[str, Any]], apart_by: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+def report(
+    rounds: Sequence[Mapping[str, Any]], compared: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace
+) -> int:
     """The table, the verdicts, the line of JSON; 1 if a bar is missed."""
     rows = [figures_of(one) for one in rounds]
     cells = [
         [
             str(number), f"{row['joint']:.2f}", f"{row['busy']:.2f}", f"{row['idle']:.2f}", f"{row['of_busy']:.1%}",
-            f"{row['of_idle']:.1%}", f"{row['step_s']:.2f}", f"{row['communication_s']:.3f}",
+            f"{row['of_idle']:.1%}",
+            f"{row['own_estimate']:.1%}", f"{row['step_s']:.2f}", f"{row['communication_s']:.3f}",
             f"{row['sent_bytes'] / 1e3:.0f}", f"{row['others']:.0%}",
         ]
         for number, row in enumerate(rows, start=1)
@@ -461,13 +473,15 @@ def report(rounds: Sequence[Mapping[str, Any]], apart_by: Mapping[str, Any], arg
     share = figures.spread([row["of_busy"] for row in rows])
     holds = share.median >= BAR and others <= MOST_OTHERS
     print(f"joint speed: {share.shown('.1f', 100)} % of the summed speeds (bar: {BAR:.0%}: {'yes' if holds else 'NO'})")
-    is_exact = max(apart_by["loss"], apart_by["state"]) <= MOST_APART
-    print(
-        f"fp64, {apart_by['steps']} steps, {apart_by['steps_of_all']} of them by all nodes, the loss fell by"
-        f" {apart_by['learnt']:.3f}: against one device, losses {apart_by['loss']:.1e}, adapters and moments"
-        f" {apart_by['state']:.1e} (bar: {MOST_APART:g}: {'yes' if is_exact else 'NO'})"
-    )
-    print(figures.json_line("lora_nodes", vars(arguments), [*rows, apart_by]))
+    is_exact = all(max(one["loss"], one["state"]) <= MOST_APART for one in list(compared.values())[:1])
+    for number, (kind, one) in enumerate(compared.items()):
+        verdict = "no bar: its norms are in fp32" if number else f"bar: {MOST_APART:g}: {'yes' if is_exact else 'NO'}"
+        print(
+            f"fp64, {kind}, {one['steps']} steps, {one['steps_of_all']} of them by all nodes, the loss fell by"
+            f" {one['learnt']:.3f}: against one device, losses {one['loss']:.1e}, adapters and moments"
+            f" {one['state']:.1e} ({verdict})"
+        )
+    print(figures.json_line("lora_nodes", vars(arguments), [*rows, *compared.values()]))
     return 0 if holds and is_exact else 1
 
 
@@ -482,6 +496,7 @@ def figures_of(one: Mapping[str, Any]) -> dict[str, Any]:
         "of_idle": figures.share_of_sum(together.speed, [window.speed for window in one["idle"]]),
         "speeds_busy": [window.speed for window in one["busy"]],
         "speeds_idle": [window.speed for window in one["idle"]],
+        "own_estimate": together.own_estimate_s / together.seconds,
         "step_s": together.seconds / together.steps,
         "communication_s": together.communication_s / together.steps,
         "sent_bytes": together.sent_bytes / together.steps,

@@ -39,9 +39,13 @@ THROTTLE = "0:8,1:16,2:32"
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in fp64, and texts of unequal lengths."""
+    """A model in fp64, and texts of unequal lengths.
+
+    GPT-2, because transformers computes the norms of a Llama in fp32 in an fp64 model too: there the rounding of
+    another summation is now and then amplified to 1e-8 of an element, on one device with other micro-batches as well.
+    """
     folder = tmp_path_factory.mktemp("published")
-    publish(folder / "model", "llama", seed=5)
+    publish(folder / "model", "gpt2", seed=5)
     chance = random.Random(3)
     texts = [" ".join(chance.choices(SENTENCES, k=2))[: chance.randint(12, 90)] for _ in range(90)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
