@@ -28,6 +28,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -229,6 +230,7 @@ def lab_of(folder: Path, slowed: Sequence[float], mbit_per_s: float) -> Iterator
 def main() -> int:
     """Measure and print; 1 if a bar is missed."""
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nodes and namespaces end with this script
     print(f"load of the machine at the start: {os.getloadavg()[0]:.2f}", flush=True)
     with (
         tempfile.TemporaryDirectory(prefix="hetseq-lora-nodes-") as name,

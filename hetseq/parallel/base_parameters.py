@@ -17,6 +17,10 @@ import torch
 from hetseq.errors import CheckpointMismatch, TaskError
 from hetseq.parallel.checksums import checksums
 
+#: the remedy for another base
+SAME_BASE = (
+    "name the files that the run began with, such as --model DIR, and with --lora-rank the same rank, alpha and targets"
+)
 _DIGITS = 16
 
 
@@ -69,9 +73,3 @@ def check_same_base(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
             f"the checkpoint was trained on the frozen weights {wanted or 'of no base'}, the model here has"
             f" {found or 'none'}: {SAME_BASE}"
         )
-
-
-#: the remedy for another base
-SAME_BASE = (
-    "name the files that the run began with, such as --model DIR, and with --lora-rank the same rank, alpha and targets"
-)

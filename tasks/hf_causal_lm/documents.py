@@ -11,7 +11,6 @@ that begin at a line, since an encoder needs hundreds of bytes per token meanwhi
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from hetseq import DataError
 from hetseq.tasks.hf_causal_lm.files import JSONL
 from hetseq.tasks.hf_causal_lm.tokenizer import Tokenizer
 from hetseq.tasks.rows.split_files import LARGEST_FILE, read_lines
-from hetseq.tasks.rows.text_file import END_OF_TEXT, documents_of, read_text
+from hetseq.tasks.rows.text_file import END_OF_TEXT, documents_of, object_of, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ def read_items(path: Path) -> tuple[str, Iterator[Item]]:
     """
     if path.suffix.lower() == JSONL:
         lines = [(number, line) for number, line in enumerate(read_lines(path, _EXPECTED), 1) if line.strip()]
-        kind = CHATS if CHATS in _parsed(path, *lines[0]) else TEXTS
+        kind = CHATS if CHATS in object_of(path, *lines[0], _EXPECTED) else TEXTS
         return kind, _of_lines(path, lines, kind)
     text = read_text(path, _EXPECTED_TEXT, most_bytes=LARGEST_FILE).removeprefix("\ufeff")
     documents = documents_of(text.replace("\r\n", "\n").replace("\r", "\n"))
@@ -95,19 +94,9 @@ def read_items(path: Path) -> tuple[str, Iterator[Item]]:
     return TEXTS, iter(list(enumerate(documents, 1)))
 
 
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line {number} is not JSON ({error}): expected {_EXPECTED}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}, line {number} is not a JSON object: expected {_EXPECTED}")
-    return found
-
-
 def _of_lines(path: Path, lines: Sequence[tuple[int, str]], kind: str) -> Iterator[Item]:
     for number, line in lines:
-        found = _parsed(path, number, line)
+        found = object_of(path, number, line, _EXPECTED)
         if kind not in found:
             other = next((each for each in (TEXTS, CHATS) if each in found), None)
             if other is not None:

@@ -10,7 +10,6 @@ of a model, so the vocabulary head gets the hidden states of predicted tokens al
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import warnings
@@ -25,12 +24,12 @@ from torch import Tensor, nn
 
 from hetseq import ConfigError, DataError
 from hetseq.tasks.hf_causal_lm.files import has_weights
+from hetseq.tasks.hf_causal_lm.libraries import first_line, library, quiet_transformers
 
 logger = logging.getLogger(__name__)
 
 #: of a log record that only matters where a run begins with these weights
 _ABOUT_START = {"is_about_start": True}
-_INSTALL = "pip install 'hetseq[hf]'"
 _RATE = re.compile(r"(?<!layer)(?<!layer_)(drop|dropout)(_prob|_rate|_p)?$|_pdrop$")  # layerdrop skips whole layers
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 #: lengths of the documents in a row of the test; the part of a visible change that counts as none
@@ -38,6 +37,7 @@ _TEST_LENGTHS = (5, 7)
 _LARGEST_PART = 0.01
 _WIDE_BYTES = 4
 _FACTOR = "lora_factor"
+_ALL = "all-linear"  # peft's word for every linear module but the head
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is built. `dropout` replaces all rates of its configuration, and is that of the adapters."""
+    """How a model is built. `dropout` replaces all rates of its configuration, and the adapters have the same."""
 
     dtype: torch.dtype = torch.float32
     dropout: float | None = None
@@ -93,7 +93,7 @@ def read_config(folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of an unknown model_type, a wrong value, code of its own
         raise DataError(
-            f"{place}: transformers {transformers.__version__} does not know this model ({_first_line(error)}): install"
+            f"{place}: transformers {transformers.__version__} does not know this model ({first_line(error)}): install"
             " a transformers that does, or name another model"
         ) from error
     if getattr(config, "quantization_config", None) is not None:
@@ -117,20 +117,15 @@ def vocab_size(config: Any) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def architecture(model: Any) -> str:
+    """The name of a model's class in transformers, under adapters too."""
+    return type(model.get_base_model() if hasattr(model, "peft_config") else model).__name__
+
+
 def hub_name(folder: Path) -> str:
     """How others name the model of a directory: by its repository if the cache of the Hub holds it, else the path."""
     found = _HUB_CACHE.search(f"{folder.absolute()}/")
     return f"{found[1]}/{found[2]}" if found else str(folder)
-
-
-def library(name: str) -> Any:
-    """The module `name` of transformers or peft. Raises ConfigError where the package is absent."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"--task hf_causal_lm needs {name.partition('.')[0]}, which cannot be imported ({error}): {_INSTALL}"
-        ) from error
 
 
 # Logits
@@ -174,9 +169,9 @@ def keeps_documents_apart(model: Any, folder: Path) -> bool:
     """Whether documents that share a row, each with positions from 0, have the logits that they have alone.
 
     Two documents are computed in one row, once more with another first one, and the second by itself. A difference
-    counts if it is more than a hundredth of the one that an earlier token makes. It is all computed in 32 bits or more,
-    one layer after the other: in 16 bits rounding can be as large. Draws no random numbers. Raises DataError if a
-    token's logits depend on a later token.
+    counts if it is more than a hundredth of the one that an earlier token makes. Everything is computed in 32 bits or
+    more, one layer after the other, because rounding to 16 bits makes differences of this size. Draws no random
+    numbers. Raises DataError if a token's logits depend on a later token.
     """
     was_training, size = model.training, vocab_size(model.config)
     first, second = _TEST_LENGTHS
@@ -201,9 +196,8 @@ def keeps_documents_apart(model: Any, folder: Path) -> bool:
             is_beside = False
         visible = _distance(plain[1:], before[1:])
         if not _distance(plain[:-1], after[:-1]) <= _LARGEST_PART * visible:
-            own = model.get_base_model() if hasattr(model, "peft_config") else model
             raise DataError(
-                f"{folder / 'config.json'}: {type(own).__name__} is no causal language model, because a token's"
+                f"{folder / 'config.json'}: {architecture(model)} is no causal language model, because a token's"
                 " prediction changes with a later token: name a model that predicts each token from earlier ones"
             )
         try:
@@ -304,7 +298,7 @@ def _read(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     transformers = library("transformers")
     transformers.utils.logging.disable_progress_bar()
     try:
-        with _quiet("transformers"):
+        with quiet_transformers():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -315,7 +309,7 @@ def _read(folder: Path, config: Any, dtype: torch.dtype) -> Any:
             )
     except Exception as error:  # a damaged file, a missing one, a wrong shape
         raise DataError(
-            f"{folder}: transformers cannot read its weights ({_first_line(error)}): copy the model again"
+            f"{folder}: transformers cannot read its weights ({first_line(error)}): copy the model again"
         ) from error
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
@@ -333,7 +327,7 @@ def _draw(folder: Path, config: Any, setting: Setting) -> Any:
     transformers = library("transformers")
     what = "the base under the adapters is random, so every checkpoint holds it" if setting.lora else "it starts anew"
     logger.warning("%s has no weights: they are drawn from --seed; %s", folder, what, extra=_ABOUT_START)
-    with _quiet("transformers"):
+    with quiet_transformers():
         return transformers.AutoModelForCausalLM.from_config(config, dtype=setting.dtype, trust_remote_code=False)
 
 
@@ -346,7 +340,10 @@ def _set_rates(config: Any, rate: float) -> bool:
     """Set all rates of a configuration and of the configurations in it; whether there are any."""
     names = [name for name, value in vars(config).items() if _RATE.search(name) and isinstance(value, int | float)]
     for name in names:
-        setattr(config, name, rate)
+        try:
+            setattr(config, name, rate)
+        except Exception as error:  # a field that transformers takes for a whole number
+            logger.warning("--dropout leaves %s at %s: %s", name, getattr(config, name), first_line(error))
     nested = [_set_rates(value, rate) for value in vars(config).values() if hasattr(value, "to_dict")]
     return bool(names) or any(nested)
 
@@ -371,6 +368,7 @@ def _with_adapters(model: Any, folder: Path, setting: Setting) -> Any:
     assert lora is not None
     _check_targets(model, lora.targets)
     targets: Any = list(lora.targets) or None
+    names = _few(_linear_names(model))  # peft may leave a part of its own modules behind
     adapters = peft.LoraConfig(
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=setting.dropout or 0.0,
         target_modules="all-linear" if lora.targets == (_ALL,) else targets,
@@ -382,21 +380,26 @@ def _with_adapters(model: Any, folder: Path, setting: Setting) -> Any:
             adapted = peft.get_peft_model(model, adapters)
         except ValueError as error:
             if lora.targets:
+                told = str(error)
+                why = "it has adapters for linear modules and embeddings only" if "\n" in told else first_line(error)
                 raise ConfigError(
-                    f"--lora-targets {','.join(lora.targets)}: peft has adapters for linear modules and embeddings"
-                    f" only: give names of {_few(_linear_names(model))}, or {_ALL}"
+                    f"--lora-targets {','.join(lora.targets)}: peft refuses them ({why}): give names of {names}"
                 ) from error
             raise ConfigError(
                 f"peft {peft.__version__} has no default targets for {model.config.model_type}: give --lora-targets,"
-                f" of {_few(_linear_names(model))}, or {_ALL}"
+                f" of {names}, or {_ALL}"
             ) from error
-    stacks = [name for name, weight in adapted.named_parameters() if weight.ndim == 3 and not weight.requires_grad]
-    if lora.targets == (_ALL,) and stacks:
+    if lora.targets == (_ALL,) and (stacks := _stacks(adapted)):
         logger.info("no adapters on %s: they are no linear modules, but stacks of experts' matrices", _few(stacks, 2))
     return adapted
 
 
-_ALL = "all-linear"  # peft's word for every linear module but the head
+def _stacks(model: nn.Module) -> list[str]:
+    """The names of parameters that hold the matrices of several experts, one behind the other."""
+    return [
+        f"{name}.{own}" for name, module in model.named_modules() if not isinstance(module, nn.Conv1d)
+        for own, weight in module.named_parameters(recurse=False) if weight.ndim == 3
+    ]  # fmt: skip
 
 
 def _check_targets(model: Any, targets: Sequence[str]) -> None:
@@ -431,25 +434,6 @@ def _drop_factor(_: nn.Module, state: dict[str, Any], prefix: str, __: Mapping[s
 
 
 # Helpers
-
-
-class _quiet:
-    """transformers' and peft's own words to the log, of which ours says what matters, are kept to errors."""
-
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def __enter__(self) -> None:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
-
-
-def _first_line(error: BaseException) -> str:
-    lines: Iterator[str] = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)[:200].rstrip(".:")
 
 
 def _few(names: Sequence[Any], most: int = 6) -> str:

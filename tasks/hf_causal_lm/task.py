@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = 1024  # tokens of a row unless --max-length says otherwise
 _PADDING = 0  # a token that attention leaves out
-_DTYPES = {"fp64": torch.float64}
 
 
 @register_task("hf_causal_lm")
@@ -43,7 +42,7 @@ class HfCausalLmTask(Task):
     """`--task hf_causal_lm`: a model of transformers in `--model`, and text, JSONL, chats or records in `--data`.
 
     All weights are trained, or with `--lora-rank` adapters. The base under adapters has 16 bits with `--precision
-    bf16`, and no checkpoint holds it. `--dropout P` replaces all rates of the model and is that of the adapters.
+    bf16`, and no checkpoint holds it. `--dropout P` replaces all rates of the model, and the adapters have the same.
     """
 
     Options = HfCausalLmOptions
@@ -66,14 +65,18 @@ class HfCausalLmTask(Task):
 
     def build_model(self) -> nn.Module:
         """The network of `--model`, on the CPU."""
-        lora = self._lora()
-        is_narrow = lora is not None and self.config.optimization.precision == "bf16"
-        dtype = torch.bfloat16 if is_narrow else _DTYPES.get(self.config.optimization.precision, torch.float32)
+        lora, dtype = self._lora(), torch.float32
+        if self.config.optimization.precision == "fp64":
+            dtype = torch.float64
+        elif self.config.optimization.precision == "bf16" and lora is not None:
+            dtype = torch.bfloat16
         setting = networks.Setting(dtype, self.config.task.dropout, lora, self.options.activation_checkpointing)
         model = networks.build(self._folder, setting)
         self._is_packed = networks.keeps_documents_apart(model, self._folder)
         if not self._is_packed:
-            logger.info("%s does not keep documents in one row apart: each has a row of its own", type(model).__name__)
+            logger.info(
+                "%s does not keep documents in one row apart: each has a row of its own", networks.architecture(model)
+            )
         for dataset in self._loaded:
             dataset.is_packed = self._is_packed
         return model  # type: ignore[no-any-return]

@@ -9,26 +9,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hetseq import ConfigError, DataError
+from hetseq import DataError
 from hetseq.tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from hetseq.tasks.hf_causal_lm.libraries import first_line, library
 
 #: a PreTrainedTokenizerBase of transformers, which mypy does not see
 Tokenizer = Any
 
-_INSTALL = "pip install 'hetseq[hf]'"
-
 
 def open_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in a model directory. Raises DataError, and ConfigError if transformers is missing."""
+    transformers = library("transformers")
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(f"--task hf_causal_lm needs transformers ({error}): {_INSTALL}") from error
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # it raises whatever its many readers raise
         raise DataError(
-            f"transformers cannot open the tokenizer in {folder} ({_first_line(error)}): expected the tokenizer.json"
+            f"transformers cannot open the tokenizer in {folder} ({first_line(error)}): expected the tokenizer.json"
             " and tokenizer_config.json of the model; copy all its files, without those that need code of their own"
         ) from error
 
@@ -42,7 +38,3 @@ def read_vocabulary(folder: Path, tokenizer: Tokenizer) -> list[str]:
     for token, number in vocab.items():
         tokens[number] = token
     return tokens
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

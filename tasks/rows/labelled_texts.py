@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hetseq import DataError
 from hetseq.tasks.rows.split_files import read_lines
+from hetseq.tasks.rows.text_file import object_of
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 
@@ -140,12 +141,7 @@ def _of_json(path: Path, lines: Sequence[str], columns: Columns) -> Iterator[Lab
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number} is not JSON ({error}): expected {_EXPECTED}") from error
-        if not isinstance(found, dict):
-            raise DataError(f"{path}, line {number} is not a JSON object: expected {_EXPECTED}")
+        found = object_of(path, number, line, _EXPECTED)
         texts = [_value(path, number, found, columns.text, _TEXT_NAMES)]
         texts += [_value(path, number, found, columns.pair, ())] if columns.pair is not None else []
         label = _value(path, number, found, columns.label, _LABEL_NAMES)

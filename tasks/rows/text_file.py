@@ -1,13 +1,15 @@
-"""Reads a whole UTF-8 text file and splits it into lines, or into documents.
+"""Reads a whole UTF-8 text file and splits it into lines, documents, or JSON objects.
 
 Responsible for the error messages; knows nothing about the content.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from hetseq import DataError
 
@@ -53,3 +55,14 @@ def lines_of(text: str) -> list[str]:
 def documents_of(text: str) -> list[str]:
     """The documents of a text, without the `<|endoftext|>` lines between them and without blank lines at their ends."""
     return [part.strip("\n") for part in _BETWEEN.split(text) if part.strip()]
+
+
+def object_of(path: Path, number: int, line: str, expected: str) -> dict[str, Any]:
+    """The JSON object in a line of a file. Raises DataError naming both."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, line {number} is not JSON ({error}): expected {expected}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}, line {number} is not a JSON object: expected {expected}")
+    return found

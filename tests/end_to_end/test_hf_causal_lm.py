@@ -151,6 +151,17 @@ def test_an_adapter_does_not_fit_another_base(
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.parametrize("more", [["--lora-alpha", "9"], ["--lora-targets", "v_proj"]], ids=["alpha", "targets"])
+def test_a_resume_with_other_adapters_is_refused(
+    more: list[str], runs: tuple[Path, Path], folder: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(runs[0], tmp_path / "run")
+    arguments = [*words(folder, "calm"), *more, "--save-dir", str(copy), "--max-update", "9"]
+    done = run_command(["train", *arguments], program=HETSEQ, is_cold=False)
+    assert done.code != 0
+    assert len(losses(copy)) == STEPS
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -165,7 +165,7 @@ def until(run: RecordedRun, step: int) -> RecordedRun:
         if (is_in := figures["step"] <= step).any()
     }
     terms = {name: values[is_before] for name, values in run.terms.items()}
-    # an event names the last step before it, so that of an event after the last one nothing is in the result
+    # an event names the step before it, so one that names this step came later
     events = tuple(event for event in run.events if _number(event.get("step")) < step)
     saves = tuple(save for save in run.checkpoints if save["step"] <= step)
     return replace(run, **by_step, terms=terms, validation=validation, events=events, checkpoints=saves)

@@ -1,4 +1,4 @@
-"""Rows of text for `--task hf_causal_lm`, against a plain loop over the tokenizer; and what is refused."""
+"""Rows of text for `--task hf_causal_lm`, against a plain loop over the tokenizer; and refusals."""
 
 from __future__ import annotations
 
@@ -147,3 +147,27 @@ def test_a_text_file_without_a_document_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"good\n\xff\n")
     with pytest.raises(DataError, match=r"train.txt, line 2: byte 0xff is not UTF-8"):
         read_items(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "t"}]}', "line 1 has 'tools'"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "line 1: message 1 has a 'weight'"),
+    ],
+)
+def test_fields_that_change_the_loss_or_the_text_elsewhere_are_refused(line: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=says):
+        list(read_items(path)[1])
+
+
+def test_a_tokenizer_without_an_end_of_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text("The cat sat.")
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    rows = rows_of(path, tokenizer)
+    assert rows.ids.tolist() == tokenizer("The cat sat.")["input_ids"]
+    assert "the tokenizer has no end of text, so the model does not learn where one ends" in caplog.text

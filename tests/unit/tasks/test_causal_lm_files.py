@@ -1,4 +1,4 @@
-"""Which files `--task hf_causal_lm` reads, and what is wrong with them, before a worker starts."""
+"""The files that `--task hf_causal_lm` reads, and the refusal of wrong ones before a worker starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers: how they are read, what is frozen, and which logits are computed."""
+"""Models of transformers: reading them, freezing them under adapters, and computing some of their logits."""
 
 from __future__ import annotations
 
@@ -110,11 +110,17 @@ def test_targets_that_no_module_has_are_refused_even_beside_others(llama: Path) 
         build(llama, Setting(lora=Lora(2, 4.0, ("q_proj", "query"))))
 
 
-def test_all_linear_goes_alone_and_other_modules_have_no_adapters(llama: Path) -> None:
+def test_all_linear_goes_alone_and_other_modules_have_no_adapters(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--lora-targets all-linear,lm_head: all-linear goes alone"):
         build(llama, Setting(lora=Lora(2, 4.0, ("all-linear", "lm_head"))))
-    with pytest.raises(ConfigError, match=r"--lora-targets mlp: peft has adapters for linear modules and .*q_proj"):
+    with pytest.raises(
+        ConfigError, match=r"--lora-targets mlp: peft refuses them \(it has adapters for linear modules .*q_proj"
+    ):
         build(llama, Setting(lora=Lora(2, 4.0, ("mlp",))))
+    with pytest.raises(
+        ConfigError, match=r"all-linear: peft refuses them \(.*Mamba.*\): give names of in_proj, x_proj, "
+    ):
+        build(publish(tmp_path / "mamba", "mamba", **MAMBA), Setting(lora=Lora(2, 4.0, ("all-linear",))))
 
 
 def test_the_digest_of_the_base_knows_the_factor_of_the_adapters(llama: Path) -> None:
@@ -260,3 +266,25 @@ def test_the_name_of_a_model_from_the_hub_is_that_of_its_repository(tmp_path: Pa
     folder = tmp_path / "hub" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "0123"
     assert hub_name(folder) == "Qwen/Qwen2.5-0.5B"
     assert hub_name(Path("base")) == "base"
+
+
+def test_dropout_tells_what_it_cannot_set_and_leaves_out_rates_of_whole_layers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mpt = publish(tmp_path / "mpt", "mpt", d_model=16, n_heads=2, n_layers=1, max_seq_len=64)
+    build(mpt, Setting(dropout=0.3))
+    assert "--dropout leaves attn_pdrop at 0: " in caplog.text  # transformers takes it for a whole number
+    opt = build(publish(tmp_path / "opt", "opt", **OPT), Setting(dropout=0.3)).config
+    assert (opt.dropout, opt.layerdrop) == (0.3, 0.0)
+
+
+def test_stacks_of_experts_without_adapters_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    every = Setting(lora=Lora(2, 4.0, ("all-linear",)))
+    build(publish(tmp_path / "llama"), every)
+    assert "stacks of experts" not in caplog.text
+    experts = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "num_key_value_heads": 1, "num_local_experts": 4, "head_dim": 8}  # fmt: skip
+    build(publish(tmp_path / "granitemoe", "granitemoe", **experts), every)
+    assert "no adapters on " in caplog.text
+    assert "stacks of experts' matrices" in caplog.text

@@ -121,7 +121,7 @@ def test_of_a_prompt_that_leaves_no_room_the_last_tokens_count(folder: Path, cap
 
 
 def trained(task: HfCausalLmTask) -> Any:
-    """A model that is no longer what was read."""
+    """A model whose trained weights have changed."""
     torch.manual_seed(4)
     model = task.build_model().eval()
     with torch.no_grad():
