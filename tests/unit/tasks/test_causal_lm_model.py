@@ -171,6 +171,14 @@ def test_a_leak_that_rounding_to_16_bits_would_hide_is_seen(kind: str, tmp_path:
     assert torch.bfloat16 in {parameter.dtype for parameter in model.parameters()}
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "mixtral"])
+def test_rounding_to_16_bits_is_no_leak(kind: str, tmp_path: Path) -> None:
+    fields = MIXTRAL if kind == "mixtral" else {}
+    folder = publish(tmp_path / kind, kind, initializer_range=0.02, **fields)
+    targets = ("q_proj",)
+    assert keeps_documents_apart(build(folder, Setting(torch.bfloat16, lora=Lora(2, 4.0, targets))), folder)
+
+
 def test_experts_that_round_by_the_number_of_their_tokens_are_causal_and_train_in_fp64(tmp_path: Path) -> None:
     folder = publish(tmp_path / "mixtral", "mixtral", initializer_range=0.08, **MIXTRAL)
     for dtype in (torch.float64, torch.float32):
