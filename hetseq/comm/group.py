@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from hetseq.comm import socket_filter as wall
+from hetseq.comm.peer_errors import PeerErrors, Work
 from hetseq.comm.shared_memory import LONGEST_ROW, NO_NAME, SharedMemoryRanks, machine, open_door
+from hetseq.comm.shared_slices import SharedSlices
+from hetseq.comm.slices import SliceExchange, TaggedSlices
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
-from hetseq.system import rank_phase as whereabouts
-from hetseq.system.device_memory import is_exhausted
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,13 @@ class Group(RowTransport, TensorTransport, Protocol):
         """Bytes that this rank has given to `all_reduce_sum` so far."""
         ...
 
+    def slices(self, device: torch.device) -> SliceExchange:
+        """Transfers of slices of memory on `device`, the device on which this rank computes. Collective.
+
+        Raises PeerLostError.
+        """
+        ...
+
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """A group of some of these ranks, in the given order; called by those alone. A `name` is used once in a run.
 
@@ -170,7 +178,7 @@ class GlooGroup:
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._neighbours is not None:
-            with _PeerErrors("shared memory", self.deadline_s):
+            with PeerErrors("shared memory", self.deadline_s):
                 is_wanted, timeout_s = elements > 0 and device.type == "cpu", self.deadline_s
                 shared = self._neighbours.zeros(elements, dtype, is_wanted=is_wanted, timeout_s=timeout_s)
             if shared is not None:
@@ -186,7 +194,7 @@ class GlooGroup:
         options.timeout = timedelta(seconds=self.deadline_s)
         self.bytes_reduced += tensor.numel() * tensor.element_size()
         try:
-            with _PeerErrors(what, self.deadline_s):
+            with PeerErrors(what, self.deadline_s):
                 if self._neighbours is not None and self._neighbours.holds(tensor):
                     wait = self._neighbours.all_reduce_sum(tensor, timeout_s=self.deadline_s).wait
                 else:
@@ -194,11 +202,11 @@ class GlooGroup:
         except RuntimeError:  # of this rank alone; gloo has counted this sum, so peers would pair it with the next one
             self.sever()
             raise
-        return _Work(wait, what, self.deadline_s)
+        return Work(wait, what, self.deadline_s)
 
     def all_gather_rows(self, row: Rows) -> Rows:
         if self._neighbours is not None and row.nbytes <= LONGEST_ROW:
-            with _PeerErrors("a row of every rank", self.deadline_s):
+            with PeerErrors("a row of every rank", self.deadline_s):
                 rows = self._neighbours.all_gather(row.tobytes(), timeout_s=self.deadline_s)
             return np.frombuffer(b"".join(rows), np.int64).reshape(self.world_size, -1)
         # fresh memory for each call: an abandoned gather may still write to its own
@@ -206,7 +214,7 @@ class GlooGroup:
         table = [torch.empty_like(mine) for _ in range(self.world_size)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.deadline_s)
-        with _PeerErrors("a row of every rank", self.deadline_s):
+        with PeerErrors("a row of every rank", self.deadline_s):
             self._await(self._transport().allgather([table], [mine], options))
         return torch.stack(table).numpy()
 
@@ -216,10 +224,18 @@ class GlooGroup:
         # by bytes, because gloo does not know every dtype
         flat = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else None
         carrier = tensor.contiguous().view(-1).view(torch.uint8) if flat is None else flat
-        with _PeerErrors(f"{carrier.numel():,} bytes from rank {source}", self.deadline_s):
+        with PeerErrors(f"{carrier.numel():,} bytes from rank {source}", self.deadline_s):
             self._await(self._transport().broadcast([carrier], options))
         if flat is None:
             tensor.copy_(carrier.view(tensor.dtype).view(tensor.shape))
+
+    def slices(self, device: torch.device) -> SliceExchange:
+        are_on_cpu = self.all_gather_rows(np.array([device.type == "cpu"], np.int64)).all()
+        if self._neighbours is not None and are_on_cpu:
+            return SharedSlices(self._neighbours, deadline_s=lambda: self.deadline_s)
+        return TaggedSlices(
+            self._transport, rank=self.rank, world_size=self.world_size, deadline_s=lambda: self.deadline_s
+        )
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """As in `Group`. For all ranks it returns the group itself, for one rank a LocalGroup."""
@@ -345,6 +361,9 @@ class LocalGroup:
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
         pass
+
+    def slices(self, device: torch.device) -> SliceExchange:
+        return TaggedSlices(None, rank=0, world_size=1, deadline_s=lambda: self.deadline_s)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         return self
@@ -542,42 +561,6 @@ class _StoreForGloo(dist.Store):
             self.get(key)
 
 
-class _Work:
-    def __init__(self, wait: Callable[[], None], what: str, deadline_s: float) -> None:
-        self._wait, self._what, self._deadline_s = wait, what, deadline_s
-
-    def wait(self) -> None:
-        with _PeerErrors(self._what, self._deadline_s):
-            self._wait()
-
-
 class _Done:
     def wait(self) -> None:
         pass
-
-
-class _PeerErrors:
-    """Turns errors in the block into PeerLostError, unless this rank's own device or memory has failed."""
-
-    def __init__(self, what: str, deadline_s: float) -> None:
-        self._what, self._deadline_s = what, deadline_s
-
-    def __enter__(self) -> None:
-        whereabouts.wait_for_others(True)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        whereabouts.wait_for_others(False)
-        if not isinstance(error, RuntimeError):
-            return
-        if is_exhausted(error):
-            # the frames are dropped: they would keep the group's sockets open, and peers would wait
-            try:
-                raise error.with_traceback(None)
-            finally:  # or the error would keep this frame, which keeps the error and all its frames
-                del error, trace
-        if isinstance(error, torch.AcceleratorError):
-            return  # this process ends, and its frames must not be released before (gpu.never_release)
-        reason = str(error).splitlines()[0]
-        raise PeerLostError(
-            f"lost a peer while waiting up to {self._deadline_s:.0f} s for {self._what} ({reason})"
-        ) from None

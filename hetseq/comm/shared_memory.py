@@ -23,8 +23,9 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 NO_NAME = bytes(16)
 
 # Types of messages, in the first byte
-_READY, _SUMMED, _DONE, _ROW, _MEMORY = range(5)
+_READY, _SUMMED, _DONE, _ROW, _MEMORY, _OFFER, _READ = range(7)
 
 
 class NeighbourError(RuntimeError):
@@ -124,6 +125,12 @@ class SharedMemoryRanks:
         self._said = {other: [0] * (_DONE + 1) for other in peers}  # messages received, by type
         self._rows: dict[int, deque[bytes]] = {other: deque() for other in peers}
         self._descriptors: dict[int, deque[int]] = {other: deque() for other in peers}
+        self._lent: dict[tuple[int, int], mmap.mmap] = {}  # memory that another rank has offered, by its number
+        #: by rank, numbered from 0: the memory of each of its offers, until it has been read
+        self.offers: dict[int, dict[int, int]] = {other: {} for other in peers}
+        self._offers_seen = dict.fromkeys(peers, 0)
+        #: by rank: the numbers of this rank's offers that it has read, and that have not been taken note of
+        self.reads: dict[int, set[int]] = {other: set() for other in peers}
         self._gone: dict[int, str] = {}  # the reasons; messages received before still count
         self._shared: dict[int, _Shared] = {}  # by the address of this rank's memory
         self._begun = self._ended = 0  # sums
@@ -178,6 +185,30 @@ class SharedMemoryRanks:
         self._await(lambda other: len(self._rows[other]) > 0, timeout_s)
         return [row if other == self.rank else self._rows[other].popleft() for other in range(self.world_size)]
 
+    def offer(self, other: int, memory: OfferedMemory, *, timeout_s: float) -> None:
+        """Let another rank read this memory, as the next of this rank's offers to it."""
+        is_new = other not in memory.known_to
+        memory.known_to.add(other)
+        number = memory.number.to_bytes(4, "big")
+        descriptors = [memory.descriptor] if is_new else ()
+        self._tell(_OFFER, number, timeout_s=timeout_s, descriptors=descriptors, to=[other])
+
+    def offered(self, other: int, number: int) -> mmap.mmap:
+        """The memory of this number that another rank has offered."""
+        return self._lent[other, number]
+
+    def tell_read(self, other: int, offer: int, *, timeout_s: float) -> None:
+        """Tell another rank that this one has read the offer, counted from its first one."""
+        self._tell(_READ, offer.to_bytes(8, "big"), timeout_s=timeout_s, to=[other])
+
+    def hear(self) -> None:
+        """Receive the messages that have arrived, without waiting for any."""
+        self._listen(0.0)
+
+    def until(self, late: Callable[[], Collection[int]], timeout_s: float) -> None:
+        """Receive messages until `late` names no rank any more."""
+        self._await(lambda other: other not in late(), timeout_s)
+
     def sever(self) -> None:
         """Cut all connections to the other ranks, in both directions. From any thread."""
         for connection in self._peers.values():
@@ -192,6 +223,7 @@ class SharedMemoryRanks:
             while descriptors:
                 os.close(descriptors.popleft())
         self._shared.clear()
+        self._lent.clear()
 
     def add_up(self, shared: _Shared, number: int, timeout_s: float) -> None:
         """Take part in a sum until it is complete here."""
@@ -238,15 +270,35 @@ class SharedMemoryRanks:
             if not message:
                 self._gone[other] = "it has ended"
                 self._poll.unregister(self._peers[other])
+            elif message[0] == _OFFER:
+                self._take_offer(other, int.from_bytes(message[1:], "big"))
+            elif message[0] == _READ:
+                self.reads[other].add(int.from_bytes(message[1:], "big"))
             elif message[0] == _ROW:
                 self._rows[other].append(message[1:])
             elif message[0] != _MEMORY:
                 self._said[other][message[0]] += 1
 
-    def _tell(self, what: int, row: bytes = b"", *, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
-        """Send a message to each other rank; while a socket is full, listen, since that rank may be sending too."""
+    def _take_offer(self, other: int, number: int) -> None:
+        if self._descriptors[other]:  # its first offer of this memory
+            descriptor = self._descriptors[other].popleft()
+            try:
+                self._lent[other, number] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            finally:
+                os.close(descriptor)
+        self.offers[other][self._offers_seen[other]] = number
+        self._offers_seen[other] += 1
+
+    def _tell(
+        self, what: int, row: bytes = b"", *, timeout_s: float, descriptors: Sequence[int] = (),
+        to: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Send a message to the ranks `to` (default: each other one); while a socket is full, listen, since that rank
+        may be sending too."""
         message, deadline = bytes([what]) + row, time.monotonic() + timeout_s
         for other, connection in self._peers.items():
+            if to is not None and other not in to:
+                continue
             while True:
                 try:
                     socket.send_fds(connection, [message], descriptors)
@@ -257,6 +309,27 @@ class SharedMemoryRanks:
                     self._listen(0.001)
                 except OSError as error:
                     raise NeighbourError(f"rank {other} of this machine is gone: {error.strerror}") from None
+
+
+@dataclass
+class OfferedMemory:
+    """Memory of this rank that others may read once it is offered to them."""
+
+    number: int  # by which they know it
+    pages: mmap.mmap
+    descriptor: int
+    known_to: set[int] = field(default_factory=set)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)  # the pages live as long as tensors use them
+
+
+def offered_memory(number: int, size: int) -> OfferedMemory:
+    """New memory of `size` bytes. Raises MemoryError."""
+    descriptor = _new_memory(size)
+    if descriptor is None:
+        raise MemoryError(f"this machine gives no {size:,} bytes of shared memory")
+    return OfferedMemory(number, mmap.mmap(descriptor, size), descriptor)
 
 
 class Sum:

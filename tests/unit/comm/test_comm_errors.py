@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq.comm.group import GlooGroup, GroupMeeting, _PeerErrors
+from hetseq.comm.group import GlooGroup, GroupMeeting
+from hetseq.comm.peer_errors import PeerErrors
 from hetseq.errors import PeerLostError
 from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support import cuda_errors
@@ -124,7 +125,7 @@ def test_an_error_of_its_own_holds_nothing_of_the_work_that_failed() -> None:
         """What a forward has left, and backward still needed."""
 
     def fail(activations: Activations) -> None:
-        with _PeerErrors("a gradient bucket", 1.0):
+        with PeerErrors("a gradient bucket", 1.0):
             raise cuda_errors.out_of_memory()
 
     gc.disable()

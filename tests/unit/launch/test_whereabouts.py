@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from hetseq.comm.group import LocalGroup, _PeerErrors
+from hetseq.comm.group import LocalGroup
+from hetseq.comm.peer_errors import PeerErrors
 from hetseq.errors import PeerLostError
 from hetseq.launch.watchdog import SHARE, Watchdog
 from hetseq.run_directory import RunDirectory
@@ -66,7 +67,7 @@ def test_whoever_waits_in_a_collective_is_not_the_one_that_is_waited_for(cell: C
     seen = []
 
     def fail_in_collective() -> None:
-        with _PeerErrors("a row", 5.0):
+        with PeerErrors("a row", 5.0):
             seen.append(cell.stand().is_waiting)
             raise RuntimeError("its end")
 

@@ -1,0 +1,155 @@
+"""Slices between ranks of one machine: a rank reads those that it needs out of the others' memory.
+
+Responsible for `SliceExchange` over shared memory: no message carries data, and no slice is copied twice.
+
+The one idea: a rank offers memory to those that need a slice of it, and may change it once all of them have read. The
+reading, and the adding of what owners read, is done by the thread that waits or asks whether a transfer is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from hetseq.comm.peer_errors import PeerErrors
+from hetseq.comm.shared_memory import OfferedMemory, SharedMemoryRanks, offered_memory
+from hetseq.comm.slices import Transfer, add_in_order
+
+_PIECE = 1 << 16  # elements added at once if there are more than two terms: they stay in the cache
+
+
+class SharedSlices:
+    """As `SliceExchange`, for tensors in the memory of the CPU."""
+
+    def __init__(self, ranks: SharedMemoryRanks, *, deadline_s: Callable[[], float]) -> None:
+        self.ranks, self.deadline_s = ranks, deadline_s
+        self.sent_bytes = self.received_bytes = 0
+        self._made = 0
+        self._memory: dict[int, OfferedMemory] = {}  # by its address
+        self._free: list[torch.Tensor] = []
+        others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self._offers_to = dict.fromkeys(others, 0)  # how many so far
+        self._offers_from = dict.fromkeys(others, 0)  # how many transfers so far have needed one
+
+    def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device.type == "cpu"
+        fitting = [one for one in self._free if (one.dtype, one.numel()) == (dtype, elements)]
+        if fitting:
+            self._free = [one for one in self._free if one is not fitting[0]]
+            return fitting[0]
+        made = offered_memory(self._made, max(1, elements) * dtype.itemsize)
+        self._made += 1
+        tensor = torch.frombuffer(made.pages, dtype=dtype, count=max(1, elements))[:elements]
+        self._memory[tensor.data_ptr()] = made
+        return tensor
+
+    def release(self, tensor: torch.Tensor) -> None:
+        self._free.append(tensor)
+
+    def sum_to_owners(
+        self, flat: torch.Tensor | None, total: torch.Tensor, *, bounds: Sequence[int], givers: Sequence[int]
+    ) -> Transfer:
+        own = slice(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
+
+        def add_up(others: dict[int, torch.Tensor]) -> None:
+            parts = {**others, self.ranks.rank: flat}
+            terms = [part[own] for giver in givers if (part := parts[giver]) is not None]
+            if len(terms) < 3:
+                add_in_order(terms, total)
+                return
+            for *pieces, sum_ in zip(*(term.split(_PIECE) for term in terms), total.split(_PIECE)):
+                add_in_order(pieces, sum_)
+
+        owners = [rank for rank in self._offers_to if bounds[rank] < bounds[rank + 1]]
+        needed = [giver for giver in givers if giver != self.ranks.rank] if total.numel() else []
+        sent = {owner: bounds[owner + 1] - bounds[owner] for owner in owners} if flat is not None else {}
+        self.received_bytes += len(needed) * total.nbytes
+        return self._begin("gradients", flat, sent, needed, add_up if total.numel() else None, total.dtype)
+
+    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
+        def copy(others: dict[int, torch.Tensor]) -> None:
+            for owner, part in others.items():
+                flat[bounds[owner] : bounds[owner + 1]].copy_(part[bounds[owner] : bounds[owner + 1]])
+
+        elements = bounds[self.ranks.rank + 1] - bounds[self.ranks.rank]
+        sent = {taker: elements for taker in takers if taker != self.ranks.rank and elements}
+        is_taker = self.ranks.rank in takers
+        needed = [rank for rank in self._offers_to if is_taker and bounds[rank] < bounds[rank + 1]]
+        self.received_bytes += sum(bounds[owner + 1] - bounds[owner] for owner in needed) * flat.itemsize
+        return self._begin("parameters", flat, sent, needed, copy if needed else None, flat.dtype)
+
+    def close(self) -> None:
+        self._free.clear()
+        self._memory.clear()
+
+    def _begin(
+        self,
+        what: str,
+        flat: torch.Tensor | None,
+        sent: dict[int, int],
+        needed: Sequence[int],
+        read: Callable[[dict[int, torch.Tensor]], None] | None,
+        dtype: torch.dtype,
+    ) -> Transfer:
+        unread = {}
+        with PeerErrors(what, self.deadline_s()):
+            for taker, elements in sent.items():
+                assert flat is not None
+                self.ranks.offer(taker, self._memory[flat.data_ptr()], timeout_s=self.deadline_s())
+                unread[taker] = self._offers_to[taker]
+                self._offers_to[taker] += 1
+                self.sent_bytes += elements * flat.itemsize
+        offers = {}
+        for giver in needed:
+            offers[giver] = self._offers_from[giver]
+            self._offers_from[giver] += 1
+        return _Reading(self, what, offers, unread, read, dtype)
+
+
+class _Reading:
+    """A transfer: offers of others that this rank reads together, and own offers that others read."""
+
+    def __init__(
+        self,
+        exchange: SharedSlices,
+        what: str,
+        offers: dict[int, int],
+        unread: dict[int, int],
+        read: Callable[[dict[int, torch.Tensor]], None] | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._exchange, self._what, self._dtype = exchange, what, dtype
+        self._offers, self._unread, self._read = offers, unread, read
+
+    def is_over(self) -> bool:
+        self._exchange.ranks.hear()
+        with PeerErrors(self._what, self._exchange.deadline_s()):
+            return not self._late()
+
+    def wait(self) -> None:
+        timeout_s = self._exchange.deadline_s()
+        with PeerErrors(self._what, timeout_s):
+            self._exchange.ranks.until(self._late, timeout_s)
+            self._late()
+
+    def _late(self) -> Collection[int]:
+        """The ranks that have yet to offer or to read; reads once all have offered."""
+        ranks = self._exchange.ranks
+        late = {giver for giver, offer in self._offers.items() if offer not in ranks.offers[giver]}
+        if not late and self._read is not None:
+            others = {}
+            for giver, offer in self._offers.items():
+                pages = ranks.offered(giver, ranks.offers[giver][offer])
+                others[giver] = torch.frombuffer(pages, dtype=self._dtype)
+            self._read(others)
+            self._read = None
+            for giver, offer in self._offers.items():
+                del ranks.offers[giver][offer]
+                ranks.tell_read(giver, offer, timeout_s=self._exchange.deadline_s())
+            self._offers = {}
+        for taker, offer in list(self._unread.items()):
+            if offer in ranks.reads[taker]:
+                ranks.reads[taker].remove(offer)
+                del self._unread[taker]
+        return late | self._unread.keys()

@@ -1,0 +1,273 @@
+"""Slices of flat memory, between the ranks that own them and the ranks that compute.
+
+Responsible for two transfers of one memory that is cut in rank order: the sum of each slice goes to its owner, or each
+owner's slice goes to the ranks that need the whole. Knows neither parameters nor gradients.
+
+The one idea: slices differ in size and some ranks take no part, which no collective of gloo allows without padding; so
+slices go from rank to rank, each of them once. Every rank names the same transfers in the same order, and a message is
+matched by the number of its transfer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hetseq.comm.peer_errors import PeerErrors
+
+T = TypeVar("T")
+
+_TAGS = 1 << 30
+_END_S = 2.0  # for the thread to end once its connections are cut
+
+
+class Transfer(Protocol):
+    """A pending transfer. Its memory may be used again once it is over."""
+
+    def is_over(self) -> bool:
+        """Whether `wait` would return at once. Takes part in the transfer as far as that is possible now."""
+        ...
+
+    def wait(self) -> None:
+        """Take part until the transfer is over on this rank. Raises PeerLostError."""
+        ...
+
+
+class SliceExchange(Protocol):
+    """Transfers of slices among the ranks of a group. `bounds`, (world_size + 1,), are elements: rank r owns the
+    elements `bounds[r]` to `bounds[r + 1]`. All ranks make the same calls in the same order."""
+
+    sent_bytes: int  # so far, to other ranks
+    received_bytes: int
+
+    def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised memory whose slices can be sent. Shape (elements,). Any rank, alone."""
+        ...
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Return memory that no transfer uses any more, for a later `memory`. Any rank, alone."""
+        ...
+
+    def sum_to_owners(
+        self, flat: torch.Tensor | None, total: torch.Tensor, *, bounds: Sequence[int], givers: Sequence[int]
+    ) -> Transfer:
+        """Begin to write to `total`, (own elements,), the sum of the own slice over the ranks `givers`, in rank order.
+
+        `flat`, (elements,), is the memory of a giver, None on other ranks; it must not change before the transfer is
+        over. Raises PeerLostError.
+        """
+        ...
+
+    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
+        """Begin to write the slices of all owners to `flat`, (elements,), of the ranks `takers`.
+
+        On each rank `flat` holds the own slice, which must not change before the transfer is over.
+        Raises PeerLostError.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the thread, if there is one. Any rank, alone."""
+        ...
+
+
+class TaggedSlices:
+    """Slices by the point-to-point messages of gloo, between any devices. A thread waits for them and adds them up.
+
+    `transport` gives the process group; None for a world of one.
+    """
+
+    def __init__(
+        self,
+        transport: Callable[[], dist.ProcessGroup] | None,
+        *,
+        rank: int,
+        world_size: int,
+        deadline_s: Callable[[], float],
+    ) -> None:
+        self._transport, self._rank, self._world_size, self._deadline_s = transport, rank, world_size, deadline_s
+        self.sent_bytes = self.received_bytes = 0
+        self._free: list[torch.Tensor] = []
+        self._tag = 0
+        # messages of a GPU are posted by a thread of their own, once the GPU has computed them
+        self._posting, self._waiting = _Serial("post slices"), _Serial("await slices")
+
+    def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        fitting = [one for one in self._free if (one.dtype, one.device, one.numel()) == (dtype, device, elements)]
+        if not fitting:
+            return torch.empty(elements, dtype=dtype, device=device)
+        self._free = [one for one in self._free if one is not fitting[0]]
+        return fitting[0]
+
+    def release(self, tensor: torch.Tensor) -> None:
+        self._free.append(tensor)
+
+    def sum_to_owners(
+        self, flat: torch.Tensor | None, total: torch.Tensor, *, bounds: Sequence[int], givers: Sequence[int]
+    ) -> Transfer:
+        own = slice(bounds[self._rank], bounds[self._rank + 1])
+        outgoing = self._outgoing(flat, bounds) if flat is not None else {}
+        incoming = {
+            giver: self.memory(total.numel(), total.dtype, total.device)
+            for giver in givers
+            if giver != self._rank and total.numel()
+        }
+
+        def add_up() -> None:
+            terms = [flat[own] if flat is not None and giver == self._rank else incoming[giver] for giver in givers]
+            add_in_order(terms, total)
+
+        def give_back() -> None:
+            self._free += incoming.values()
+
+        return self._begin("gradients", outgoing, incoming, add_up if total.numel() else None, give_back)
+
+    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
+        own = flat[bounds[self._rank] : bounds[self._rank + 1]]
+        outgoing = {taker: own for taker in takers if taker != self._rank and own.numel()}
+        incoming = self._outgoing(flat, bounds) if self._rank in takers else {}
+        return self._begin("parameters", outgoing, incoming)
+
+    def close(self) -> None:
+        self._posting.end()
+        self._waiting.end()
+
+    def _outgoing(self, flat: torch.Tensor, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The slice of each other owner, beginning after this rank, so that not all ranks send to the same one."""
+        turn = ((self._rank + step) % self._world_size for step in range(1, self._world_size))
+        return {owner: flat[bounds[owner] : bounds[owner + 1]] for owner in turn if bounds[owner] < bounds[owner + 1]}
+
+    def _begin(
+        self,
+        what: str,
+        outgoing: dict[int, torch.Tensor],
+        incoming: dict[int, torch.Tensor],
+        then: Callable[[], None] | None = None,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> Transfer:
+        tag, self._tag = self._tag, (self._tag + 1) % _TAGS
+        self.sent_bytes += sum(piece.nbytes for piece in outgoing.values())
+        self.received_bytes += sum(piece.nbytes for piece in incoming.values())
+        with PeerErrors(what, self._deadline_s()):
+            received = {
+                source: piece if not piece.is_cuda else torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+                for source, piece in incoming.items()
+            }
+            works = [self._gloo().recv([piece], source, tag) for source, piece in received.items()]
+            sends = self._post(outgoing, tag)
+
+        def finish() -> None:
+            limit = timedelta(seconds=self._deadline_s())
+            for work in [*works, *sends()]:
+                work.wait(limit)
+            for source, piece in incoming.items():
+                if piece.is_cuda:
+                    piece.copy_(received[source], non_blocking=True)
+            if then is not None:
+                then()
+
+        return _Awaited(self._waiting.put(finish), what, self._deadline_s, at_end)
+
+    def _post(self, outgoing: dict[int, torch.Tensor], tag: int) -> Callable[[], list[dist.Work]]:
+        """Post the outgoing messages; the result waits until they are posted.
+
+        gloo sends from host memory only, so those of a GPU are copied first, which must not hold up the thread that
+        computes.
+        """
+        if not any(piece.is_cuda for piece in outgoing.values()):
+            posted = [self._gloo().send([piece], target, tag) for target, piece in outgoing.items()]
+            return lambda: posted
+        device = next(piece.device for piece in outgoing.values())
+        with torch.cuda.device(device):
+            stream, computed = torch.cuda.Stream(device), torch.cuda.current_stream(device).record_event()
+            with torch.cuda.stream(stream):
+                stream.wait_event(computed)
+                copies = {}
+                for target, piece in outgoing.items():
+                    copies[target] = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+                    copies[target].copy_(piece, non_blocking=True)
+                    piece.record_stream(stream)
+                copied = stream.record_event()
+
+        def post() -> list[dist.Work]:
+            copied.synchronize()
+            return [self._gloo().send([copy], target, tag) for target, copy in copies.items()]
+
+        future = self._posting.put(post)
+        return lambda: future.result()
+
+    def _gloo(self) -> dist.ProcessGroup:
+        assert self._transport is not None, "a world of one sends nothing"
+        return self._transport()
+
+
+def add_in_order(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """Write the sum of `terms`, added one after the other, to `total`, which is none of them; no term gives zeros."""
+    if len(terms) < 2:
+        total.copy_(terms[0]) if terms else total.zero_()
+        return
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        total.add_(term)
+
+
+class _Awaited:
+    """A transfer that a thread completes."""
+
+    def __init__(
+        self, future: Future[None], what: str, deadline_s: Callable[[], float], at_end: Callable[[], None]
+    ) -> None:
+        self._future, self._what, self._deadline_s = future, what, deadline_s
+        self._at_end: Callable[[], None] | None = at_end
+
+    def is_over(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        with PeerErrors(self._what, self._deadline_s()):
+            self._future.result()
+        if self._at_end is not None:
+            self._at_end()
+            self._at_end = None
+
+
+class _Serial:
+    """A thread that does one thing after the other; it starts with the first one and does not keep a process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def put(self, task: Callable[[], T]) -> Future[T]:
+        """Do `task` after the earlier ones; its result or error is that of the future."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:  # raised by the thread that waits
+                future.set_exception(error)
+
+        self._tasks.put(run)
+        return future
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(_END_S)
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # it holds memory

@@ -1,0 +1,107 @@
+"""Slices of memory between owners and the ranks that compute: exact, each byte once, whoever takes part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hetseq.comm.group import GlooGroup, Group
+from hetseq.comm.slices import SliceExchange, TaggedSlices
+from hetseq.errors import PeerLostError
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+#: elements, bounds, the ranks that compute
+CASES = [
+    (1000, (0, 600, 900, 1000), (0, 1, 2)),
+    (1000, (0, 100, 200, 1000), (0, 1)),  # the last rank owns most and computes nothing
+    (70_001, (0, 70_000, 70_000, 70_001), (1, 2)),  # rank 1 owns nothing, rank 0 computes nothing
+    (5, (0, 0, 5, 5), (0,)),
+    (300_000, (0, 0, 0, 300_000), (0, 1, 2)),
+]
+
+
+def exchange_of(group: Group, kind: str) -> SliceExchange:
+    if kind == "shared":
+        assert isinstance(group, GlooGroup)
+        group.meet_neighbours()
+        exchange = group.slices(CPU)
+        assert type(exchange).__name__ == "SharedSlices"
+        return exchange
+    assert isinstance(group, GlooGroup)
+    return TaggedSlices(group._transport, rank=group.rank, world_size=group.world_size, deadline_s=lambda: 20.0)
+
+
+def gradients(rank: int, case: int, elements: int) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(100 * case + rank))
+
+
+def transfer(group: Group, kind: str, rounds: int) -> dict[str, Any]:
+    """A rank's life: all cases, begun together and awaited in order, several times over the same memory."""
+    exchange, facts = exchange_of(group, kind), {"right": True, "sent": 0, "received": 0}
+    for _ in range(rounds):
+        pending: list[Any] = []
+        for number, (elements, bounds, active) in enumerate(CASES):
+            lo, hi = bounds[group.rank], bounds[group.rank + 1]
+            flat = None
+            if group.rank in active:
+                flat = exchange.memory(elements, torch.float32, CPU)
+                flat.copy_(gradients(group.rank, number, elements))
+            total = torch.full((hi - lo,), torch.nan)
+            pending.append((exchange.sum_to_owners(flat, total, bounds=bounds, givers=active), flat, total))
+        for (transfer, flat, total), (number, (elements, bounds, active)) in zip(pending, enumerate(CASES)):
+            transfer.wait()
+            assert transfer.is_over()
+            wanted = torch.zeros(elements)
+            for rank in active:
+                wanted += gradients(rank, number, elements)
+            facts["right"] &= torch.equal(total, wanted[bounds[group.rank] : bounds[group.rank + 1]])
+            if flat is not None:
+                exchange.release(flat)
+            whole = exchange.memory(elements, torch.float32, CPU).fill_(torch.nan)
+            whole[bounds[group.rank] : bounds[group.rank + 1]] = total
+            gathered = exchange.gather(whole, bounds=bounds, takers=active)
+            gathered.wait()
+            facts["right"] &= torch.equal(whole, wanted) or group.rank not in active
+            exchange.release(whole)
+    exchange.close()
+    return {**facts, "sent": exchange.sent_bytes // rounds, "received": exchange.received_bytes // rounds}
+
+
+@pytest.mark.parametrize("kind", ["shared", "tagged"])
+def test_sums_reach_their_owners_and_slices_those_that_compute(kind: str) -> None:
+    ranks = run_ranks(transfer, 3, kind, 3, timeout_s=40)
+    assert all(facts["right"] for facts in ranks)
+    for rank, facts in enumerate(ranks):
+        sent = received = 0
+        for elements, bounds, active in CASES:
+            own, others = bounds[rank + 1] - bounds[rank], len(set(active) - {rank})
+            out = (elements - own if rank in active else 0) + own * others
+            sent += 4 * out  # gradients to the other owners, the own parameters to all others that compute
+            received += 4 * (own * others + (elements - own if rank in active else 0))
+        assert (facts["sent"], facts["received"]) == (sent, received)
+
+
+def die_in_a_transfer(group: Group, kind: str, victim: int) -> str:
+    exchange = exchange_of(group, kind)
+    bounds: Sequence[int] = (0, 4, 8, 12)
+    flat, total = exchange.memory(12, torch.float32, CPU).fill_(1.0), torch.zeros(4)
+    exchange.sum_to_owners(flat, total, bounds=bounds, givers=(0, 1, 2)).wait()
+    if group.rank == victim:
+        os._exit(9)
+    try:
+        exchange.gather(flat, bounds=bounds, takers=(0, 1, 2)).wait()
+        exchange.sum_to_owners(flat, total, bounds=bounds, givers=(0, 1, 2)).wait()
+    except PeerLostError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("kind", ["shared", "tagged"])
+def test_a_rank_that_dies_is_a_lost_peer(kind: str) -> None:
+    ranks = run_ranks(die_in_a_transfer, 3, kind, 1, timeout_s=40, group_timeout_s=20, dies=[1])
+    assert all(str(ranks[rank]).startswith("lost a peer") for rank in (0, 2)), ranks
