@@ -43,6 +43,18 @@ class GradientSync(Protocol):
         """(parameters,): after `finish`, whether a gradient arrived on this rank in this step."""
         ...
 
+    def gather(self, shares: Sequence[int] | None = None) -> None:
+        """Bring the parameters up to date: on the ranks with samples in a step that has these `shares`, or on all.
+
+        Before each attempt of a step, with the samples of each rank, and before work between two steps that needs whole
+        parameters. Collective. Raises PeerLostError.
+        """
+        ...
+
+    def changed(self) -> None:
+        """Take note that an update has changed the parameters of which this rank is the owner. Every rank calls it."""
+        ...
+
     def begin(self) -> None:
         """Discard all gradients, for a new or a repeated step. Local to each rank."""
         ...
@@ -112,6 +124,12 @@ class Gradients:
         self._own = self._parameters  # this rank computes their norm
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
 
+    def gather(self, shares: Sequence[int] | None = None) -> None:
+        pass
+
+    def changed(self) -> None:
+        pass
+
     def begin(self) -> None:
         self.used[:] = False
         for parameter in self._parameters:
@@ -137,21 +155,16 @@ class Gradients:
 
     def norm(self) -> float:
         own = [parameter.grad for parameter in self._own if parameter.grad is not None]
-        norm = _norm(own)
+        norm = norm_of(own)
         # squares overflow long before their elements do
-        return norm if math.isfinite(norm) else _norm(own, torch.float64)
+        return norm if math.isfinite(norm) else norm_of(own, torch.float64)
 
     def norm_so_far(self) -> float:
         self._lay_out()
-        return _norm(self._held())
+        return norm_of(self._held())
 
     def is_finite(self) -> bool:
-        return all(
-            math.isfinite(value)
-            for gradient in self._held()
-            if gradient.numel()
-            for value in map(torch.Tensor.item, gradient.aminmax())
-        )
+        return are_finite(self._held())
 
     def scale_(self, factor: float) -> None:
         if held := self._held():
@@ -219,7 +232,7 @@ class GradientReducer(Gradients):
         self._group: TensorTransport = group
         self._own = _part(self._parameters, group.rank, group.world_size)
         # collective: the ranks may share the memory
-        self._buckets = [Bucket(members, group, self._dtype) for members in _divide(self._parameters, bucket_bytes)]
+        self._buckets = [Bucket(members, group, self._dtype) for members in buckets_of(self._parameters, bucket_bytes)]
         self._home: dict[int, tuple[Bucket, torch.Tensor]] = {
             index: (bucket, view) for bucket in self._buckets for index, view in zip(bucket.members, bucket.views)
         }
@@ -353,12 +366,12 @@ class WideReducer(GradientReducer):
 
     def norm_so_far(self) -> float:
         assert self._sent == 0, "a bucket that was sent holds other ranks' gradients"
-        return _norm([view for index, (_, view) in self._home.items() if self.used[index]])
+        return norm_of([view for index, (_, view) in self._home.items() if self.used[index]])
 
     def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
         assert parameter.grad is not None
         if self.used[index]:
-            _add_converted_(view, parameter.grad)
+            add_converted_(view, parameter.grad)
         else:
             view.copy_(parameter.grad)
         parameter.grad = None  # so that autograd does not add the next one to it
@@ -382,7 +395,17 @@ class _Hook:
             self._reducer._gradient_arrived(self._index, parameter)
 
 
-def _add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every element is finite (sync)."""
+    return all(
+        math.isfinite(value)
+        for tensor in tensors
+        if tensor.numel()
+        for value in map(torch.Tensor.item, tensor.aminmax())
+    )
+
+
+def add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add a gradient of another dtype, piecewise on a CPU, since torch converts a copy of the whole operand."""
     if total.device.type != "cpu" or gradient.is_sparse or total.numel() <= _PIECE_ELEMENTS:
         total.add_(gradient)
@@ -400,7 +423,7 @@ def _part(parameters: Sequence[torch.nn.Parameter], rank: int, world_size: int) 
     return [parameter for parameter, owner in zip(parameters, owners) if owner == rank]
 
 
-def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> float:
+def norm_of(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> float:
     """L2 norm of all gradients, each summed in its own dtype or in `dtype` (one sync per device and dtype)."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -409,7 +432,9 @@ def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -
     return math.hypot(*(value for some in norms for value in some.tolist()))
 
 
-def _divide(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[tuple[int, torch.nn.Parameter]]]:
+def buckets_of(
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int
+) -> list[list[tuple[int, torch.nn.Parameter]]]:
     """Parameters, last first, cut into buckets of one dtype and device and at most `bucket_bytes`, except for larger
     parameters; the first bucket is small, so that communication starts early."""
     buckets: list[list[tuple[int, torch.nn.Parameter]]] = []

@@ -1,0 +1,335 @@
+"""Gradients that are summed to their owners: each rank keeps the sums, and later the state, of its part only.
+
+Every rank has all parameters, but of the elements that other ranks own only a copy, which is brought up to date at the
+start of a step. Parameters lie one after the other in units, laid out in a fixed order that follows backward; each unit
+is one piece of memory, cut among the ranks (`balance.ownership`). A unit's gradients are collected in memory of the
+same layout, which exists from its first gradient until all owners have their sums. So state of the optimizer takes
+room in proportion to what a rank owns, and gradients only as long as they travel.
+
+Every rank names the transfers of a step in the same order, whether it has samples or not: first the parameters, unit
+by unit as forward needs them, then the gradients, unit by unit as backward completes them. Sums are added in rank
+order by the owner, so a repeated step has the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetseq.balance.ownership import Ownership, UnitSizes, cut
+from hetseq.comm.group import Group
+from hetseq.comm.slices import SliceExchange, Transfer
+from hetseq.errors import HetSeqError
+from hetseq.parallel.gradient_memory import lending
+from hetseq.parallel.gradient_sync import add_converted_, are_finite, buckets_of, norm_of
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of one parameter that this rank owns, as the optimizer sees it."""
+
+    parameter: torch.nn.Parameter  # of the model
+    begin: int  # of its elements in row-major order
+    end: int
+    #: shares the parameter's memory; (end - begin,), or of the parameter's shape if it may not be cut
+    owned: torch.nn.Parameter
+
+
+@dataclass
+class _Unit:
+    """Parameters in one memory, and their gradients of the step under way."""
+
+    indices: list[int]
+    starts: list[int]  # of each parameter in the memory, in elements
+    flat: torch.Tensor  # (elements,): all parameters; those of other owners are copies
+    bounds: tuple[int, ...] = ()
+    total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): sums of gradients
+    fragments: list[tuple[Fragment, slice]] = field(default_factory=list)  # with its place in `total`
+    gradients: torch.Tensor | None = None  # (elements,), from the first gradient until they are sent
+    missing: int = 0  # parameters whose gradient of the last micro-batch has not arrived yet
+    is_sent: bool = False
+    sending: Transfer | None = None
+    leaving: torch.Tensor | None = None  # gradients that are being sent
+
+
+class OwnedGradients:
+    """As `GradientSync`, with owners. `.grad` of the `fragments` is the gradient of the step; the model's have none."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        group: Group,
+        *,
+        fractions: Sequence[float],
+        bucket_bytes: int,
+        cuts_tensors: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move the parameters into memory of their units. Collective.
+
+        `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
+        owner. Sums have the type `dtype` (default: that of the parameters).
+        """
+        self._parameters, self._group, self._dtype = list(parameters), group, dtype
+        self._exchange: SliceExchange = group.slices(self._parameters[0].device)
+        self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
+        self._units = [
+            self._make_unit([index for index, _ in members]) for members in buckets_of(parameters, bucket_bytes)
+        ]
+        self._home = {index: (unit, place) for unit in self._units for place, index in enumerate(unit.indices)}
+        sizes = [
+            UnitSizes(
+                tuple(self._parameters[index].numel() for index in unit.indices),
+                tuple(cuts_tensors and self._parameters[index].is_contiguous() for index in unit.indices),
+            )
+            for unit in self._units
+        ]
+        self.ownership: Ownership = cut(sizes, fractions)
+        for unit, bounds in zip(self._units, self.ownership.bounds, strict=True):
+            self._divide(unit, bounds, cuts_tensors)
+        self._is_last, self._is_silent, self._is_finite_alone = False, False, True
+        self._sent = 0
+        self._arrived = np.zeros(len(self._parameters), np.bool_)  # its gradient of the last micro-batch
+        self._lent = np.zeros(len(self._parameters), np.bool_)
+        self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self._parameters)}
+        self._active: Sequence[int] = ()  # the ranks that compute samples in this step
+        self._whole: set[int] = set()  # the ranks whose copies are up to date
+        self._gathers: list[Transfer] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """What this rank owns, in the order of the memory."""
+        return [fragment for unit in self._units for fragment, _ in unit.fragments]
+
+    # parameters
+
+    def gather(self, shares: Sequence[int] | None = None) -> None:
+        takers: Sequence[int] = range(self._group.world_size)
+        if shares is not None:
+            takers = self._active = tuple(rank for rank, samples in enumerate(shares) if samples)
+        lacking = [rank for rank in takers if rank not in self._whole]
+        if not lacking:
+            return
+        for unit in reversed(self._units):  # as forward needs them
+            self._gathers.append(self._exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking))
+        if self._group.rank in lacking:
+            self._await_gathers()
+        self._whole.update(lacking)
+
+    def changed(self) -> None:
+        self._whole.clear()
+
+    def _await_gathers(self) -> None:
+        for transfer in self._gathers:
+            transfer.wait()
+        self._gathers.clear()
+
+    # a step
+
+    def begin(self) -> None:
+        self.used[:] = False
+        self._lent[:] = False
+        self._is_last, self._sent, self._is_finite_alone = False, 0, True
+        for parameter in self._parameters:
+            parameter.grad = None
+        for unit in self._units:
+            unit.is_sent = False
+            if unit.gradients is not None:
+                self._exchange.release(unit.gradients)
+                unit.gradients = None
+            for fragment, _ in unit.fragments:
+                fragment.owned.grad = None
+
+    def expect_last(self) -> None:
+        self._is_last = True
+        self._arrived[:] = False
+        for unit in self._units:
+            unit.missing = len(unit.indices)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with lending(self._lenders):
+            loss.backward()
+
+    @property
+    def has_sent(self) -> bool:
+        return self._sent > 0 and not self._is_silent
+
+    def finish(self) -> None:
+        """Send what has not been sent and wait until this rank has the sums of all that it owns. Collective.
+
+        Raises PeerLostError, after which the sums are invalid.
+        """
+        while self._sent < len(self._units):
+            self._send_next()
+        if self._is_silent:
+            return
+        self._await_gathers()  # an owner may change its slice only after all others have read it
+        for unit in self._units:
+            self._collect(unit, must_wait=True)
+            for fragment, place in unit.fragments:
+                own = unit.total[place]
+                own = own if own.dtype == fragment.owned.dtype else own.to(fragment.owned.dtype)
+                fragment.owned.grad = own.as_strided(fragment.owned.shape, fragment.owned.stride())
+
+    @contextmanager
+    def without_sending(self) -> Iterator[None]:
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
+
+    def norm(self) -> float:
+        own = self._held()
+        norm = norm_of(own)
+        # squares overflow long before their elements do
+        return norm if math.isfinite(norm) else norm_of(own, torch.float64)
+
+    def norm_so_far(self) -> float:
+        assert self._sent == 0, "gradients that were sent are gone"
+        views = (self._view(index) for index in np.flatnonzero(self.used).tolist())
+        return norm_of([view for view in views if view is not None])
+
+    def is_finite(self) -> bool:
+        """As in `GradientSync`; of this rank's own part of the sums. Without sending: of its own gradients."""
+        return self._is_finite_alone if self._is_silent else are_finite(self._held())
+
+    def scale_(self, factor: float) -> None:
+        if held := self._held():
+            torch._foreach_mul_(held, factor)
+
+    def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
+        unused = {id(self._parameters[index]) for index in np.flatnonzero(~used)}
+        for fragment in self.fragments:
+            if id(fragment.parameter) in unused:
+                fragment.owned.grad = None
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._lenders.clear()  # they refer to this reducer and would keep it alive
+        self._exchange.close()
+
+    # how they are made
+
+    def _make_unit(self, indices: list[int]) -> _Unit:
+        members = [self._parameters[index] for index in indices]
+        starts = list(np.cumsum([0, *(parameter.numel() for parameter in members)]).tolist())
+        flat = self._exchange.memory(starts[-1], members[0].dtype, members[0].device)
+        for start, parameter in zip(starts, members):
+            view = flat.as_strided(parameter.shape, parameter.stride(), start)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        return _Unit(indices, starts, flat)
+
+    def _divide(self, unit: _Unit, bounds: tuple[int, ...], cuts_tensors: bool) -> None:
+        """Find what this rank owns of a unit."""
+        unit.bounds = bounds
+        first, last = bounds[self._group.rank], bounds[self._group.rank + 1]
+        unit.total = torch.zeros(last - first, dtype=self._dtype or unit.flat.dtype, device=unit.flat.device)
+        for start, index in zip(unit.starts, unit.indices):
+            parameter = self._parameters[index]
+            begin, end = max(start, first), min(start + parameter.numel(), last)
+            if begin >= end:
+                continue
+            is_whole = not (cuts_tensors and parameter.is_contiguous())
+            view = parameter.detach() if is_whole else unit.flat[begin:end]
+            owned = torch.nn.Parameter(view)
+            fragment = Fragment(parameter, begin - start, end - start, owned)
+            unit.fragments.append((fragment, slice(begin - first, end - first)))
+
+    # gradients
+
+    def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
+        unit, _ = self._home[index]
+        if unit.is_sent:
+            raise HetSeqError(
+                "a gradient arrived after its bucket was sent: backward ran twice in one micro-batch; return the sums"
+                " of the loss, and let HetSeq call backward"
+            )
+        self._take_in(index, parameter)
+        self.used[index] = True
+        if not self._is_last or self._arrived[index]:
+            return
+        self._arrived[index] = True
+        unit.missing -= 1
+        while self._sent < len(self._units) and self._units[self._sent].missing == 0:
+            self._send_next()
+
+    def _take_in(self, index: int, parameter: torch.Tensor) -> None:
+        """Move or add the gradient that has arrived into the memory of its unit."""
+        gradient, view = parameter.grad, self._room(index)
+        assert gradient is not None
+        if gradient.data_ptr() != view.data_ptr() or gradient.is_sparse:  # else it was computed there
+            if self.used[index]:
+                add_converted_(view, gradient)
+            else:
+                view.copy_(gradient)
+        parameter.grad = view if view.dtype == parameter.dtype else None
+
+    def _room(self, index: int) -> torch.Tensor:
+        unit, place = self._home[index]
+        if unit.gradients is None:
+            unit.gradients = self._exchange.memory(
+                unit.flat.numel(), self._dtype or unit.flat.dtype, unit.flat.device
+            )  # fmt: skip
+        parameter = self._parameters[index]
+        return unit.gradients.as_strided(parameter.shape, parameter.stride(), unit.starts[place])
+
+    def _view(self, index: int) -> torch.Tensor | None:
+        return None if self._home[index][0].gradients is None else self._room(index)
+
+    def _lend(self, index: int) -> torch.Tensor | None:
+        """Memory for the first gradient of the step, as a separate tensor, which autograd takes without a copy."""
+        unit, _ = self._home[index]
+        if self._lent[index] or self.used[index] or unit.is_sent or self._dtype not in (None, unit.flat.dtype):
+            return None
+        self._lent[index] = True
+        return self._room(index)
+
+    def _send_next(self) -> None:
+        unit = self._units[self._sent]
+        is_giver = self._group.rank in self._active
+        for index in unit.indices:
+            self._parameters[index].grad = None
+        if is_giver and not self._is_silent:
+            for index in unit.indices:
+                if not self.used[index]:
+                    self._room(index).zero_()
+        if self._is_silent:
+            views = [self._view(index) for index in unit.indices if self.used[index]]
+            self._is_finite_alone &= are_finite([view for view in views if view is not None])
+        else:
+            flat = unit.gradients if is_giver else None
+            unit.sending = self._exchange.sum_to_owners(
+                flat, unit.total, bounds=unit.bounds, givers=self._active
+            )  # fmt: skip
+            unit.leaving, unit.gradients = unit.gradients, None
+        unit.is_sent = True
+        self._sent += 1  # only now: if memory ran out above, nothing was sent
+        for earlier in self._units[: self._sent - 1]:  # their memory is used again
+            self._collect(earlier, must_wait=False)
+
+    def _collect(self, unit: _Unit, *, must_wait: bool) -> None:
+        """Take note that the owners have their sums of a unit, if they have."""
+        if unit.sending is None or not (must_wait or unit.sending.is_over()):
+            return
+        unit.sending.wait()
+        unit.sending = None
+        if unit.leaving is not None:
+            self._exchange.release(unit.leaving)
+            unit.leaving = None
+
+    def _held(self) -> list[torch.Tensor]:
+        return [one.owned.grad for one in self.fragments if one.owned.grad is not None]
