@@ -79,6 +79,18 @@ def _require(holds: bool, name: str, value: object, expected: str) -> None:
         raise ConfigError(f"{flag(name)} {value}: expected {expected}")
 
 
+def _weights(name: str, value: str, text: str) -> tuple[float, ...]:
+    """The weights in `text`, a part of `value`: all finite, none below 0, at least one above 0. Raises ConfigError."""
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        example = {"balance": "5,2,1", "own": "3,1,0"}[name]
+        raise ConfigError(f"{flag(name)} {value}: expected auto, equal, or weights as in {example}") from None
+    _require(all(math.isfinite(weight) and weight >= 0 for weight in weights), name, value, "weights of 0 or more")
+    _require(any(weights), name, value, "at least one weight above 0")
+    return weights
+
+
 def _check_finite(section: Any) -> None:
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
@@ -449,6 +461,23 @@ class DistributedConfig:
         metavar="auto|equal|W0,W1,...[/...]",
         basic=True,
     )
+    shard_model: str = option(
+        "none",
+        "where optimizer state and gradient sums live: on every rank (none), divided among the ranks (state), or the"
+        " faster of the two that fits (auto)",
+        choices=("none", "state", "auto"),
+    )
+    own: str = option(
+        "auto",
+        "how much of that state each rank owns: auto (by free memory), equal, or weights as in 3,1,0; 0 owns nothing",
+        metavar="auto|equal|W0,W1,...",
+    )
+    own_memory: str | None = node_option(
+        None,
+        "most memory of this node that --own auto uses for state, as in 24G or 500M; stable: this node stays, so it is"
+        " the first to own",
+        metavar="SIZE|stable|stable,SIZE",
+    )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
     )
@@ -479,6 +508,7 @@ class DistributedConfig:
         _check_positive(self, "min_ranks", "max_ranks")
         self._check_meeting()
         self.balance_weights()
+        self._check_owners()
         self.throttle_factors()
         for device in self.devices:
             kind, _, index = device.partition(":")
@@ -527,17 +557,56 @@ class DistributedConfig:
         """The fixed weights that take turns, as in `--balance 1,1/3,1`; none for `auto` and `equal`."""
         if self.balance in ("auto", "equal"):
             return ()
-        try:
-            turns = tuple(tuple(float(part) for part in text.split(",")) for text in self.balance.split("/"))
-        except ValueError:
-            raise ConfigError(f"--balance {self.balance}: expected auto, equal, or weights as in 5,2,1") from None
-        if not all(math.isfinite(weight) and weight >= 0 for weights in turns for weight in weights):
-            raise ConfigError(f"--balance {self.balance}: expected weights of 0 or more")
-        if min(map(sum, turns)) <= 0:
-            raise ConfigError(f"--balance {self.balance}: expected at least one weight above 0")
+        turns = tuple(_weights("balance", self.balance, text) for text in self.balance.split("/"))
         if len(set(map(len, turns))) > 1:
             raise ConfigError(f"--balance {self.balance}: expected as many weights before each / as behind it")
         return turns
+
+    def own_weights(self) -> tuple[float, ...] | None:
+        """The weights of `--own 3,1,0` by slot; () for `equal`, where all ranks own as much, and None for `auto`."""
+        if self.own == "auto":
+            return None
+        return () if self.own == "equal" else _weights("own", self.own, self.own)
+
+    def own_memory_bytes(self) -> int | None:
+        """The most memory of this node for state that `--own auto` may use; None: what is free."""
+        return self._own_memory()[0]
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether this node stays until the end of the run, so that `--own auto` prefers it as owner."""
+        return self._own_memory()[1]
+
+    def _own_memory(self) -> tuple[int | None, bool]:
+        """The size of `--own-memory` in bytes, None without one; and whether it says `stable`."""
+        if self.own_memory is None:
+            return None, False
+        expected = "a size as in 24G or 500M, stable for a node that stays, or both as in stable,24G"
+        words = [word.strip() for word in self.own_memory.split(",")]
+        sizes = [word for word in words if word != "stable"]
+        _require(len(sizes) <= 1 and len(words) - len(sizes) <= 1, "own_memory", self.own_memory, expected)
+        try:
+            size = parse_size(sizes[0], "") if sizes else None
+        except ConfigError:
+            raise ConfigError(f"{flag('own_memory')} {self.own_memory}: expected {expected}") from None
+        return size, "stable" in words
+
+    def _check_owners(self) -> None:
+        """Refuse invalid owners, and owners that no other option asks for."""
+        self.own_weights()
+        self._own_memory()
+        given = {"own": None if self.own == "auto" else self.own, "own_memory": self.own_memory}
+        for name, value in given.items():
+            if value is not None and self.shard_model == "none":
+                raise ConfigError(
+                    f"{flag(name)} {value} divides the optimizer state, but --shard-model none keeps all of it on every"
+                    f" rank: add --shard-model state, or leave {flag(name)} out"
+                )
+        if self.own != "auto" and self.own_memory is not None:
+            raise ConfigError(
+                f"--own-memory {self.own_memory} is for --own auto, but --own {self.own} divides the state already:"
+                " leave one of them out"
+            )
 
     def throttle_factors(self) -> dict[int, float]:
         """Factor of each throttled rank: `--throttle 1:3` gives {1: 3.0}."""
@@ -557,12 +626,14 @@ class DistributedConfig:
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError if weights or throttles do not fit `world_size` ranks."""
-        weights = self.balance_weights()
-        if weights is not None and len(weights) != world_size:
-            raise ConfigError(
-                f"--balance {self.balance} gives {len(weights)} weights for {world_size} ranks:"
-                " give one weight per rank"
-            )
+        for name, value, weights in (
+            ("--balance", self.balance, self.balance_weights()),
+            ("--own", self.own, self.own_weights()),
+        ):
+            if weights and len(weights) != world_size:
+                raise ConfigError(
+                    f"{name} {value} gives {len(weights)} weights for {world_size} ranks: give one weight per rank"
+                )
         for rank in self.throttle_factors():
             if rank >= world_size:
                 raise ConfigError(f"--throttle {rank}:...: the ranks are 0 to {world_size - 1}; leave this one out")

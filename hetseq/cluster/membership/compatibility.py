@@ -256,6 +256,11 @@ def _balance(section: Any, value: str) -> str:
     return "/".join(_plain(section, weights) for weights in section.balance_turns()) or value
 
 
+def _own(section: Any, value: str) -> str:
+    weights = section.own_weights()
+    return _plain(section, weights) if weights else value
+
+
 def _overrides(section: Any, value: str) -> str:
     return (
         ", ".join(f"{name}={value!r}" for name, value in sorted(section.optimizer_override_values().items()))
@@ -282,6 +287,7 @@ _MEANINGS: dict[tuple[type, str], Callable[[Any, Any], str | None]] = {
     (OptimizationConfig, "adadelta_weight_decay"): _adadelta_decay,
     (OptimizationConfig, "lr_scheduler"): _schedule,
     (DistributedConfig, "balance"): _balance,
+    (DistributedConfig, "own"): _own,
     (CheckpointConfig, "optimizer_overrides"): _overrides,
     (CheckpointConfig, "restore_file"): _which_checkpoint,
 }

@@ -56,6 +56,10 @@ DIFFERENT_OPTIONS = {
     "checkpoint": ([], ["--resume", "best"], "--resume: latest on labA; best on labB"),
     "a path": (["--resume", "7"], ["--resume", "/run"], "--resume: step 7 on labA; a path on labB"),
     "balance": (["--balance", "equal"], ["--balance", "5,2"], "--balance: equal on labA; 5,2 on labB"),
+    "owners": (
+        ["--shard-model", "state", "--own", "3,1"], ["--shard-model", "state", "--own", "1,1"],
+        "--own: 3,1 on labA; 1,1 on labB",
+    ),
 }  # fmt: skip
 
 
@@ -73,6 +77,12 @@ ALIKE = {
     "two names of one schedule": ([], ["--lr-scheduler", "polynomial"]),
     "adadelta's own decay": (["--wd", "0.5", "--adadelta-weight-decay", "0.5"], ["--wd", "0.5"]),
     "weights": (["--balance", "5,2.0"], ["--balance", "5.0, 2"]),
+    "weights of owners": (
+        ["--shard-model", "state", "--own", "3,1.0"], ["--shard-model", "state", "--own", "3.0, 1"],
+    ),
+    "memory for state": (
+        ["--shard-model", "state", "--own-memory", "24G"], ["--shard-model", "state", "--own-memory", "stable"],
+    ),
     "overrides": (
         ["--optimizer-overrides", "{'lr': 1, 'eps': 1e-6}"], ["--optimizer-overrides", '{"eps":0.000001, "lr":1}'],
     ),

@@ -107,6 +107,8 @@ OPTIONS_OF_2020 = [
     ("--ddp-backend c10d", "ddp_backend", "c10d"),
     ("--bucket-cap-mb 25", "bucket_cap_mb", 25.0),
     ("--memory-buffer-size 2GB", "memory_buffer_size", "2GB"),
+    ("--shard-model state", "shard_model", "state"),
+    ("--shard-model auto", "shard_model", "auto"),
     ("--memory-interval-updates 100", "memory_interval_updates", 100),
     ("--fix-batches-to-gpus", "fix_batches_to_gpus", True),
     ("--find-unused-parameters", "find_unused_parameters", True),
@@ -216,6 +218,82 @@ def test_a_negative_value_is_no_flag() -> None:
     assert refusal("--balance", "-1,2") == "--balance -1,2: expected weights of 0 or more"
     assert refusal("--balance", "1,1/0,0") == "--balance 1,1/0,0: expected at least one weight above 0"
     assert refusal("--balance", "1,1/3") == "--balance 1,1/3: expected as many weights before each / as behind it"
+
+
+def test_a_rank_may_compute_nothing() -> None:
+    assert parse(["--balance", "3,1,0"]).distributed.balance_weights() == (3.0, 1.0, 0.0)
+    assert parse(["--balance", "0,0,1"]).distributed.balance_weights() == (0.0, 0.0, 1.0)
+    assert parse(["--balance", "1,0/0,1"]).distributed.balance_turns() == ((1.0, 0.0), (0.0, 1.0))
+    assert refusal("--balance", "0,0,0") == "--balance 0,0,0: expected at least one weight above 0"
+
+
+SHARDED = ("--shard-model", "state")
+
+
+def test_owners_are_given_by_weights_by_their_number_or_by_memory() -> None:
+    def owners(*words: str) -> tuple[float, ...] | None:
+        return parse([*SHARDED, *words]).distributed.own_weights()
+
+    assert owners() is None
+    assert owners("--own", "auto") is None
+    assert owners("--own", "equal") == ()
+    assert owners("--own", "3,1,0") == (3.0, 1.0, 0.0)
+    assert owners("--own", "0,0,1", "--balance", "3,1,0") == (0.0, 0.0, 1.0)  # a memory server
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "is_stable"),
+    [
+        ("24G", 24_000_000_000, False),
+        ("500M", 500_000_000, False),
+        ("2GiB", 2**31, False),
+        ("0", 0, False),
+        ("stable", None, True),
+        ("stable,24G", 24_000_000_000, True),
+        ("24G, stable", 24_000_000_000, True),
+    ],
+)
+def test_the_memory_for_state_is_a_size_or_a_promise_to_stay(text: str, size: int | None, is_stable: bool) -> None:
+    found = parse([*SHARDED, "--own-memory", text]).distributed
+    assert (found.own_memory_bytes(), found.is_stable) == (size, is_stable)
+    nothing = parse([*SHARDED]).distributed
+    assert (nothing.own_memory_bytes(), nothing.is_stable) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--shard-model all", "--shard-model all: expected one of none, state, auto"),
+        ("--own some", "--own some: expected auto, equal, or weights as in 3,1,0"),
+        ("--own 3,,1", "--own 3,,1: expected auto, equal, or weights as in 3,1,0"),
+        ("--own 3,1/1,3", "--own 3,1/1,3: expected auto, equal, or weights as in 3,1,0"),
+        ("--own -1,2", "--own -1,2: expected weights of 0 or more"),
+        ("--own 1,nan", "--own 1,nan: expected weights of 0 or more"),
+        ("--own 0,0", "--own 0,0: expected at least one weight above 0"),
+        ("--own-memory 24X", "--own-memory 24X: expected a size as in 24G or 500M, stable for a node that stays, or"
+         " both as in stable,24G"),
+        ("--own-memory 1G,2G", "--own-memory 1G,2G: expected a size as in 24G"),
+        ("--own-memory stable,stable", "--own-memory stable,stable: expected a size as in 24G"),
+        ("--own-memory stabel", "--own-memory stabel: expected a size as in 24G"),
+        ("--own 3,1 --own-memory 24G", "--own-memory 24G is for --own auto, but --own 3,1 divides the state already:"
+         " leave one of them out"),
+        ("--own equal --shard-model none", "--own equal divides the optimizer state, but --shard-model none keeps all"
+         " of it on every rank: add --shard-model state, or leave --own out"),
+        ("--own-memory stable --shard-model none", "--own-memory stable divides the optimizer state, but --shard-model"
+         " none keeps all of it on every rank: add --shard-model state, or leave --own-memory out"),
+    ],
+)  # fmt: skip
+def test_owners_that_cannot_be_meant_are_refused(words: str, told: str) -> None:
+    chosen = () if "--shard-model" in words else SHARDED
+    assert refusal(*chosen, *words.split()).startswith(told)
+
+
+def test_owners_are_one_weight_for_each_rank() -> None:
+    found = parse([*SHARDED, "--own", "3,1"]).distributed
+    found.check_world(2)
+    with pytest.raises(ConfigError, match="--own 3,1 gives 2 weights for 3 ranks: give one weight per rank"):
+        found.check_world(3)
+    parse([*SHARDED, "--own", "equal"]).distributed.check_world(3)
 
 
 def test_a_switch_may_say_false() -> None:
@@ -560,6 +638,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "join": {"min_ranks": 2},
     "min_ranks": {"join": "tcp://node-1:29400"},
     "max_ranks": {"join": "tcp://node-1:29400", "min_ranks": 1},
+    "own": {"shard_model": "state"},
+    "own_memory": {"shard_model": "state"},
     "scale_lr": {"scale_lr_from": 64},
     "scale_lr_from": {"scale_lr": "linear"},
 }
