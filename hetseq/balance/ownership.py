@@ -50,7 +50,9 @@ class Ownership:
 
     def digest(self) -> int:
         """A signed 64-bit number that names these cuts."""
-        return int.from_bytes(hashlib.blake2b(repr(self.bounds).encode(), digest_size=8).digest(), "little", signed=True)
+        return int.from_bytes(
+            hashlib.blake2b(repr(self.bounds).encode(), digest_size=8).digest(), "little", signed=True
+        )
 
 
 def cut(units: Sequence[UnitSizes], fractions: Sequence[float]) -> Ownership:

@@ -50,21 +50,27 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
     """The state of each parameter, where its optimizer has it."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self._parts, self._part = parts, {parameter: part for part in parts for parameter in parameters_of(part)}
+        self._parts = parts
+
+    def _state_of(self, parameter: torch.Tensor) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        """The state of the optimizer that has the parameter; what a group holds may change (`parallel.owned_state`)."""
+        for part in self._parts:
+            if any(parameter is one for one in parameters_of(part)):
+                return part.state
+        raise KeyError("no optimizer has this parameter")
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._part[parameter].state[parameter]
-        return state
+        return self._state_of(parameter)[parameter]
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
         """The state, which an optimizer begins at its first step: asking does not begin it."""
-        return self._part[parameter].state.get(parameter, default)
+        return next((part.state[parameter] for part in self._parts if parameter in part.state), default)
 
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        self._part[parameter].state[parameter] = state
+        self._state_of(parameter)[parameter] = state
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self._part[parameter].state[parameter]
+        del next(part.state for part in self._parts if parameter in part.state)[parameter]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (parameter for part in self._parts for parameter in part.state)

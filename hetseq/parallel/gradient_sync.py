@@ -43,6 +43,11 @@ class GradientSync(Protocol):
         """(parameters,): after `finish`, whether a gradient arrived on this rank in this step."""
         ...
 
+    @property
+    def layout_digest(self) -> int:
+        """64 bits that name the cuts of the parameters among their owners; 0 if every rank owns all."""
+        ...
+
     def gather(self, shares: Sequence[int] | None = None) -> None:
         """Bring the parameters up to date: on the ranks with samples in a step that has these `shares`, or on all.
 
@@ -123,6 +128,10 @@ class Gradients:
         self._parameters = list(parameters)
         self._own = self._parameters  # this rank computes their norm
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
+
+    @property
+    def layout_digest(self) -> int:
+        return 0
 
     def gather(self, shares: Sequence[int] | None = None) -> None:
         pass

@@ -112,6 +112,10 @@ class OwnedGradients:
         """What this rank owns, in the order of the memory."""
         return [fragment for unit in self._units for fragment, _ in unit.fragments]
 
+    @property
+    def layout_digest(self) -> int:
+        return self.ownership.digest()
+
     # parameters
 
     def gather(self, shares: Sequence[int] | None = None) -> None:

@@ -20,6 +20,7 @@ from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
+from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
 
@@ -34,12 +35,15 @@ class Replica:
         reducer: GradientSync,
         buffers: BufferKeeper,
         task_state: TaskState,
+        owned: OwnedState | None = None,
     ) -> None:
+        """`owned` is what this rank owns of the optimizer's state; None: it has all of it."""
         self.model = model
         self.optimizer = optimizer
         self.reducer = reducer
         self.buffers = buffers
         self.task_state = task_state
+        self.owned = owned
         self._is_first_update = True
         self._groups: list[dict[str, Any]] = []  # of the optimizer, by parameter
         self._by_name = dict(trained_parameters(model))
@@ -53,6 +57,7 @@ class Replica:
         """The learning rate of the first parameter that has a gradient; `used` as for `GradientSync`."""
         if not self._groups:
             groups = {of: group for group in self.optimizer.param_groups for of in group["params"]}
+            groups = groups if self.owned is None else self.owned.group_of()
             self._groups = [groups[parameter] for parameter in self._by_name.values()]
         return float(self._groups[int(np.argmax(used))]["lr"])
 

@@ -38,14 +38,15 @@ from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.gradient_sync import gradients_of
 from hetseq.parallel.layout import Layout, one_rank_each
+from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
 from hetseq.run.checkpointing import Provenance, Saver, saved_batch
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.loaded_task import LoadedTask
+from hetseq.run.owners import owned_by_fractions, replicated
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
 from hetseq.run.recipe import changes, recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
@@ -80,7 +81,6 @@ logger = logging.getLogger(__name__)
 _START_DEADLINE_S = 1800.0  # data may take minutes to read; a rank that dies meanwhile is seen by its launcher
 _NEXT_DEADLINE_S = 120.0  # for ranks that lack only the state
 _SLOWEST_NETWORK = 5e6  # bytes per second
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,16 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
             f"the model of {type(job.material.task).__name__} has no parameter to train: expected at least one"
         )
     optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
-    reducer = gradients_of(
-        parameters, job.group, bucket_bytes=int(config.distributed.bucket_cap_mb * _MIB),
-        is_wide=config.distributed.reduce_dtype is not None,
-    )  # fmt: skip
+    names = {parameter: name for name, parameter in trained_parameters(model)}
+    owned: OwnedState | None = None
+    if config.distributed.shard_model == "none":
+        reducer = replicated(parameters, job.group, config.distributed)
+    else:
+        reducer, owned = owned_by_fractions(
+            optimizer, names, job.group, config.distributed, slots=job.slots_of_ranks
+        )  # fmt: skip
     undo.callback(reducer.close)
-    return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state)
+    return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned)
 
 
 def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:

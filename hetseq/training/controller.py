@@ -231,6 +231,8 @@ class Controller:
         faults.point("boundary")
         if is_to_blame:
             yield from self._explain_skip(plan, data, counts)
+        if self._learning_rate is None:  # a script may look at the parameters between two steps
+            self.replica.reducer.gather()
         self.is_settling = True
         driver_s = self._context.driver_deadline_s
         with self.replica.buffers.changing_alike(), self._patience(driver_s):
@@ -247,6 +249,9 @@ class Controller:
         of all ranks."""
         clock = self._clock
         for attempt in itertools.count():
+            with phase("gather"):
+                self.replica.reducer.gather(plan.shares)
+                clock.lap("idle")
             with phase("forward_backward"):
                 whereabouts.enter(Phase.FORWARD_BACKWARD)
                 faults.point("forward_backward")
@@ -346,7 +351,8 @@ class Controller:
     def _commit(self, plan: StepPlan, attempt: int, norm: float, part: Part, upcoming: StepData | None) -> Outcome:
         reducer, state = self.replica.reducer, self.state
         is_finite = math.isfinite(norm) or reducer.is_finite()
-        digest = state.lineage.digest(generation=self.group.generation, attempt=attempt, plan=self.planner.digest(plan))
+        agreed = self.planner.digest(plan) ^ reducer.layout_digest
+        digest = state.lineage.digest(generation=self.group.generation, attempt=attempt, plan=agreed)
         row = CommitRow(
             digest=digest,
             vote=Vote.REDO if not part.is_whole else Vote.OK if is_finite else Vote.NON_FINITE,
@@ -392,6 +398,7 @@ class Controller:
         if self._learning_rate is not None:
             self.replica.set_learning_rate(rate)
         self.replica.update()
+        self.replica.reducer.changed()
         self.state.updates += 1
         self.state.skipped_in_a_row = 0
         if self._has_loss_scale:

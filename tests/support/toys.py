@@ -32,7 +32,7 @@ def recording(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
         def step(self, closure: Any = None) -> Any:
             parameters = [p for group in self.param_groups for p in group["params"]]
             flat = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
-            self.seen.append(torch.cat(flat).detach().clone())
+            self.seen.append((torch.cat(flat) if flat else torch.zeros(0)).detach().clone())
             self.absent.append([p.grad is None for p in parameters])
             return super().step(closure)
 

@@ -1,0 +1,162 @@
+"""What one rank owns of the optimizer's state: an optimizer that was made for whole parameters updates fragments.
+
+The optimizer is built with the parameters of the model, so its builder sees their shapes and names. Then each of its
+groups gets the fragments that this rank owns in their place (`OwnedState`), and its state is that of the fragments.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from hetseq.errors import ConfigError, TaskError
+from hetseq.parallel.owned_gradients import Fragment, OwnedGradients
+
+_TRIED = 4133  # elements of the tensor with which an optimizer is tried: no multiple of a vector
+_CUT_AT = 1501
+_DEEPEST = 3
+
+
+class OwnedState:
+    """Connects an optimizer with the fragments of one rank.
+
+    `optimizer` has the parameters of the model in its groups, all of which `reducer` knows.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
+        self.optimizer, self.names = optimizer, dict(names)
+        #: the parameters of each group, as the builder gave them
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self.fragments: dict[str, Fragment] = {}  # by name of the parameter
+        _refuse_hidden_parameters(optimizer, self.names)
+
+    def group_of(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """The optimizer's group of each parameter of the model, also of those of which this rank owns nothing."""
+        groups = self.optimizer.param_groups
+        return {parameter: group for group, members in zip(groups, self._members) for parameter in members}
+
+    def adopt_(self, reducer: OwnedGradients) -> None:
+        """Put the fragments of this rank into the optimizer's groups; state that exists is cut accordingly."""
+        by_parameter = {fragment.parameter: fragment for fragment in reducer.fragments}
+        state = {parameter: dict(self.optimizer.state.get(parameter, {})) for parameter in self.names}
+        for group, members in zip(self.optimizer.param_groups, self._members):
+            group["params"][:] = [by_parameter[one].owned for one in members if one in by_parameter]
+        for parameter in list(self.optimizer.state):
+            del self.optimizer.state[parameter]
+        self.fragments = {self.names[parameter]: fragment for parameter, fragment in by_parameter.items()}
+        for parameter, fragment in by_parameter.items():
+            if state[parameter]:
+                self.optimizer.state[fragment.owned] = {
+                    key: cut_out(value, fragment) for key, value in state[parameter].items()
+                }
+
+
+def cut_out(value: Any, fragment: Fragment) -> Any:
+    """A value of a whole parameter's state as that of a fragment: tensors of its shape are cut, others are kept."""
+    if not isinstance(value, torch.Tensor) or value.shape != fragment.parameter.shape or not value.dim():
+        return value
+    if value.shape == fragment.owned.shape:
+        return value
+    return value.reshape(-1)[fragment.begin : fragment.end].clone()
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer updates each element by itself, so that a parameter may be cut anywhere.
+
+    It is asked, not looked up: two updates of one tensor, and of the same numbers in two pieces, give equal bits only
+    if no element depends on another one. An optimizer that refuses such a tensor is not elementwise. Asked of a copy,
+    with the settings of each of its groups. Any rank, alone; all give the same answer.
+    """
+    return all(_is_elementwise(optimizer, place) for place in range(len(optimizer.param_groups)))
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, place: int) -> bool:
+    like = optimizer.param_groups[place]["params"][0]
+    generator = torch.Generator().manual_seed(1)
+    start, *gradients = (torch.randn(_TRIED, generator=generator).to(like.device, like.dtype) for _ in range(3))
+    results = []
+    for cuts in ([_TRIED], [_CUT_AT, _TRIED - _CUT_AT]):
+        parts = [torch.nn.Parameter(piece.clone()) for piece in start.split(cuts)]
+        trial = _trial_of(optimizer, place, parts)
+        try:
+            for gradient in gradients:
+                for part, piece in zip(parts, gradient.split(cuts)):
+                    part.grad = piece.clone()
+                trial.step()
+        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError):
+            return False
+        results.append(torch.cat([part.detach() for part in parts]))
+    return torch.equal(*results)
+
+
+def _trial_of(optimizer: torch.optim.Optimizer, place: int, parts: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """A copy of the optimizer that trains `parts` in the group of this place, and nothing else."""
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    like = optimizer.param_groups[place]["params"][0]
+    trial: torch.optim.Optimizer = object.__new__(type(optimizer))  # by its own copy it would lose attributes
+    vars(trial).update(copy.deepcopy(vars(optimizer), {id(parameter): parameter for parameter in members}))
+    trial._optimizer_step_pre_hooks.clear()
+    trial._optimizer_step_post_hooks.clear()
+    begun = dict(trial.state.get(like, {}))  # of optimizers that begin it before their first step
+    for parameter in list(trial.state):
+        del trial.state[parameter]
+    for number, group in enumerate(trial.param_groups):
+        group["params"][:] = parts if number == place else []
+    for part in parts if begun else ():
+        trial.state[part] = {
+            key: value.flatten()[:1].expand(part.shape).clone()
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == like.shape
+            else copy.copy(value)
+            for key, value in begun.items()
+        }
+    return trial
+
+
+def _refuse_hidden_parameters(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise ConfigError for an optimizer that keeps parameters of the model besides those in its groups.
+
+    It would read or write copies that are out of date.
+    """
+    known = {id(parameter): name for parameter, name in names.items()}
+    groups = {id(group["params"]) for group in optimizer.param_groups}
+
+    def look(value: Any, depth: int) -> Iterator[str]:
+        if id(value) in known:
+            yield known[id(value)]
+        elif depth and isinstance(value, Mapping):
+            for item in value.values():
+                yield from look(item, depth - 1)
+        elif depth and isinstance(value, (list, tuple, set)) and id(value) not in groups:
+            for item in value:
+                yield from look(item, depth - 1)
+
+    for attribute, value in vars(optimizer).items():
+        if attribute not in ("param_groups", "state") and (found := next(look(value, _DEEPEST), None)):
+            raise ConfigError(
+                f"--shard-model state: {type(optimizer).__name__} keeps {found} in its attribute {attribute}, besides"
+                " its groups; a rank updates only what it owns, so the optimizer must use the parameters of its groups:"
+                " change it, or use --shard-model none"
+            )
+
+
+class RefusingParameters(TorchFunctionMode):
+    """Context in which the use of a trained parameter raises TaskError: it may be out of date on this rank."""
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str], where: str) -> None:
+        super().__init__()
+        self._names, self._where = {id(parameter): name for parameter, name in names.items()}, where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                if id(one) in self._names:
+                    raise TaskError(
+                        f"{self._where} uses {self._names[id(one)]}, but with --shard-model state a rank gets the new"
+                        " parameters at the start of the next step: use after_step, which sees whole parameters, or"
+                        " --shard-model none"
+                    )
+        return func(*args, **(kwargs or {}))

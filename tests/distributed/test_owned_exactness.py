@@ -1,0 +1,76 @@
+"""With owners, the gradient and the curve are still those of one device: whoever owns or computes how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetseq import config as options
+from hetseq.task import make_task
+from tests.support import oracle, toys
+from tests.support.owned import OwnedFacts, put_together, train_owned
+from tests.support.ranks import run_ranks
+from tests.support.training import prepared, toy_words
+
+TOYS = {
+    "TwoTerms": oracle.two_terms,
+    "TwoTermsAdam": oracle.two_terms,
+    "TwoTermsAdadelta": oracle.two_terms,
+    "SometimesUnused": oracle.sometimes_unused,
+}
+#: who owns how much, who computes how much
+LAYOUTS = [("3,1", "9,3"), ("6,2,1", "7,4,1"), ("1,1,8", "9,3,0"), ("2,0,1", "5,4,3"), ("0,0,1", "3,1,0")]
+
+
+def words(toy: str, balance: str, steps: int, **flags: object) -> list[str]:
+    given = {"max_sentences": 2, "update_freq": 3, "precision": "fp64", "max_update": steps, **flags}
+    return toy_words(toy, balance=balance, **given)
+
+
+def reference(toy: str, world_size: int, steps: int) -> oracle.Curve:
+    """The same training in a plain loop."""
+    task = make_task(getattr(toys, toy), options.parse([]))
+    torch.manual_seed(oracle.SEED)
+    model = task.build_model().double()
+    optimizer = task.build_optimizer([{"params": sorted(model.parameters(), key=lambda p: p.dim() < 2)}])
+    return oracle.train(
+        model, optimizer, task.rows(), TOYS[toy], batch_of_epoch=lambda _: 6 * world_size, steps=steps,
+        dtype=torch.float64,
+    )  # fmt: skip
+
+
+def flat_in_order(whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    ordered = sorted(whole.values(), key=lambda value: value.dim() < 2)
+    return torch.cat([value.flatten() for value in ordered])
+
+
+def check(ranks: list[OwnedFacts], curve: oracle.Curve) -> float:
+    """The worst relative error of any step's gradient."""
+    shapes = {name: value.shape for name, value in ranks[0].parameters.items()}
+    worst = 0.0
+    for step, right in enumerate(curve.gradients):
+        mine = flat_in_order(put_together([facts.gradients[step] for facts in ranks], shapes))
+        scale = right.norm().item() or 1.0
+        worst = max(worst, (mine - right).norm().item() / scale)
+    return worst
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize(("own", "balance"), LAYOUTS)
+@pytest.mark.parametrize("toy", list(TOYS))
+def test_owners_have_the_gradient_of_the_global_batch(
+    toy: str, own: str, balance: str, shares_memory: bool, tmp_path: Path
+) -> None:
+    world_size = own.count(",") + 1
+    line = [*words(toy, balance, 8), "--shard-model", "state", "--own", own, "--bucket-cap-mb", "0.0001"]
+    ranks = run_ranks(train_owned, world_size, prepared(tmp_path), line, shares_memory, timeout_s=60)
+    worst = check(ranks, reference(toy, world_size, 8))
+    assert worst <= 1e-14, f"{worst:.1e}"
+    for name in ranks[0].parameters:
+        assert all(torch.equal(facts.parameters[name], ranks[0].parameters[name]) for facts in ranks)
+    weights = [float(weight) for weight in own.split(",")]
+    total = sum(value.numel() for value in ranks[0].parameters.values())
+    for facts, weight in zip(ranks, weights):
+        assert abs(facts.owned - total * weight / sum(weights)) <= 8  # one for each cut
