@@ -129,6 +129,8 @@ class SharedMemoryRanks:
         #: by rank, numbered from 0: the memory of each of its offers, until it has been read
         self.offers: dict[int, dict[int, int]] = {other: {} for other in peers}
         self._offers_seen = dict.fromkeys(peers, 0)
+        self._offers_made, self._offers_expected = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)
+        self._memory_made = 0
         #: by rank: the numbers of this rank's offers that it has read, and that have not been taken note of
         self.reads: dict[int, set[int]] = {other: set() for other in peers}
         self._gone: dict[int, str] = {}  # the reasons; messages received before still count
@@ -185,13 +187,28 @@ class SharedMemoryRanks:
         self._await(lambda other: len(self._rows[other]) > 0, timeout_s)
         return [row if other == self.rank else self._rows[other].popleft() for other in range(self.world_size)]
 
-    def offer(self, other: int, memory: OfferedMemory, *, timeout_s: float) -> None:
-        """Let another rank read this memory, as the next of this rank's offers to it."""
+    def offered_memory(self, size: int) -> OfferedMemory:
+        """New memory of `size` bytes that can be offered. Any rank, alone. Raises MemoryError."""
+        descriptor = _new_memory(size)
+        if descriptor is None:
+            raise MemoryError(f"this machine gives no {size:,} bytes of shared memory")
+        self._memory_made += 1
+        return OfferedMemory(self._memory_made, mmap.mmap(descriptor, size), descriptor)
+
+    def expect(self, other: int) -> int:
+        """The number of the next offer of another rank that this one will read."""
+        self._offers_expected[other] += 1
+        return self._offers_expected[other] - 1
+
+    def offer(self, other: int, memory: OfferedMemory, *, timeout_s: float) -> int:
+        """Let another rank read this memory; the number of this offer among this rank's offers to it."""
         is_new = other not in memory.known_to
         memory.known_to.add(other)
         number = memory.number.to_bytes(4, "big")
         descriptors = [memory.descriptor] if is_new else ()
         self._tell(_OFFER, number, timeout_s=timeout_s, descriptors=descriptors, to=[other])
+        self._offers_made[other] += 1
+        return self._offers_made[other] - 1
 
     def offered(self, other: int, number: int) -> mmap.mmap:
         """The memory of this number that another rank has offered."""
@@ -322,14 +339,6 @@ class OfferedMemory:
 
     def __del__(self) -> None:
         os.close(self.descriptor)  # the pages live as long as tensors use them
-
-
-def offered_memory(number: int, size: int) -> OfferedMemory:
-    """New memory of `size` bytes. Raises MemoryError."""
-    descriptor = _new_memory(size)
-    if descriptor is None:
-        raise MemoryError(f"this machine gives no {size:,} bytes of shared memory")
-    return OfferedMemory(number, mmap.mmap(descriptor, size), descriptor)
 
 
 class Sum:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from hetseq.comm.peer_errors import PeerErrors
-from hetseq.comm.shared_memory import OfferedMemory, SharedMemoryRanks, offered_memory
+from hetseq.comm.shared_memory import OfferedMemory, SharedMemoryRanks
 from hetseq.comm.slices import Transfer, add_in_order
 
 _PIECE = 1 << 16  # elements added at once if there are more than two terms: they stay in the cache
@@ -25,12 +25,9 @@ class SharedSlices:
     def __init__(self, ranks: SharedMemoryRanks, *, deadline_s: Callable[[], float]) -> None:
         self.ranks, self.deadline_s = ranks, deadline_s
         self.sent_bytes = self.received_bytes = 0
-        self._made = 0
         self._memory: dict[int, OfferedMemory] = {}  # by its address
         self._free: list[torch.Tensor] = []
-        others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-        self._offers_to = dict.fromkeys(others, 0)  # how many so far
-        self._offers_from = dict.fromkeys(others, 0)  # how many transfers so far have needed one
+        self._others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert device.type == "cpu"
@@ -38,8 +35,7 @@ class SharedSlices:
         if fitting:
             self._free = [one for one in self._free if one is not fitting[0]]
             return fitting[0]
-        made = offered_memory(self._made, max(1, elements) * dtype.itemsize)
-        self._made += 1
+        made = self.ranks.offered_memory(max(1, elements) * dtype.itemsize)
         tensor = torch.frombuffer(made.pages, dtype=dtype, count=max(1, elements))[:elements]
         self._memory[tensor.data_ptr()] = made
         return tensor
@@ -61,7 +57,7 @@ class SharedSlices:
             for *pieces, sum_ in zip(*(term.split(_PIECE) for term in terms), total.split(_PIECE)):
                 add_in_order(pieces, sum_)
 
-        owners = [rank for rank in self._offers_to if bounds[rank] < bounds[rank + 1]]
+        owners = [rank for rank in self._others if bounds[rank] < bounds[rank + 1]]
         needed = [giver for giver in givers if giver != self.ranks.rank] if total.numel() else []
         sent = {owner: bounds[owner + 1] - bounds[owner] for owner in owners} if flat is not None else {}
         self.received_bytes += len(needed) * total.nbytes
@@ -75,7 +71,7 @@ class SharedSlices:
         elements = bounds[self.ranks.rank + 1] - bounds[self.ranks.rank]
         sent = {taker: elements for taker in takers if taker != self.ranks.rank and elements}
         is_taker = self.ranks.rank in takers
-        needed = [rank for rank in self._offers_to if is_taker and bounds[rank] < bounds[rank + 1]]
+        needed = [rank for rank in self._others if is_taker and bounds[rank] < bounds[rank + 1]]
         self.received_bytes += sum(bounds[owner + 1] - bounds[owner] for owner in needed) * flat.itemsize
         return self._begin("parameters", flat, sent, needed, copy if needed else None, flat.dtype)
 
@@ -96,14 +92,10 @@ class SharedSlices:
         with PeerErrors(what, self.deadline_s()):
             for taker, elements in sent.items():
                 assert flat is not None
-                self.ranks.offer(taker, self._memory[flat.data_ptr()], timeout_s=self.deadline_s())
-                unread[taker] = self._offers_to[taker]
-                self._offers_to[taker] += 1
+                memory = self._memory[flat.data_ptr()]
+                unread[taker] = self.ranks.offer(taker, memory, timeout_s=self.deadline_s())
                 self.sent_bytes += elements * flat.itemsize
-        offers = {}
-        for giver in needed:
-            offers[giver] = self._offers_from[giver]
-            self._offers_from[giver] += 1
+        offers = {giver: self.ranks.expect(giver) for giver in needed}
         return _Reading(self, what, offers, unread, read, dtype)
 
 

@@ -7,6 +7,7 @@ are `model.<fqn>` and `optim.<fqn>.<state>`, so a checkpoint never depends on th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
-from hetseq.parallel.owned_state import OwnedState
+from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
 
@@ -60,6 +61,13 @@ class Replica:
             groups = groups if self.owned is None else self.owned.group_of()
             self._groups = [groups[parameter] for parameter in self._by_name.values()]
         return float(self._groups[int(np.argmax(used))]["lr"])
+
+    def refusing_parameters(self, where: str) -> AbstractContextManager[object]:
+        """Context in which a use of parameters that other ranks own is a TaskError: they may be out of date.
+
+        `where` names the code inside it, for the message.
+        """
+        return nullcontext() if self.owned is None else RefusingParameters(self.owned.names, where)
 
     def update(self) -> None:
         """One step of the optimizer. The first one creates the optimizer's state, so cached memory is released first.

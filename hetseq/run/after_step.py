@@ -213,6 +213,7 @@ class AfterStep:
         state, replicas, buffers = controller.state, self._replicas, controller.replica.buffers
         if replicas is not None and replicas.is_due(due.step):
             self._saver.settle()  # the check may overwrite replicas to make them equal
+            controller.replica.reducer.gather()
             with amid(Phase.COMPARING, Phase.BOUNDARY):
                 replicas.check(due.step, shares)
         is_best, figures = False, dict[str, dict[str, float]]()
@@ -222,6 +223,7 @@ class AfterStep:
             # a run that is extended later gets the best checkpoint of a run that never ended here
             is_best, figures = self._validate(controller, due.epoch, counts=is_due)
         if self._hooks.is_used:
+            controller.replica.reducer.gather()
             # a validation that only the end of this start asks for is none of a run that went through
             self._hooks.call(controller, due, figures if is_due else {})
             if state.ended_by_task and not ends_run:
@@ -240,6 +242,7 @@ class AfterStep:
         if kinds:
             if replicas is not None and not replicas.is_due(due.step):  # else compared above
                 self._saver.settle()
+                controller.replica.reducer.gather()
                 replicas.check(due.step, shares)  # so that every checkpoint is safe to go back to
             buffers.synchronise_(shares)
             is_last = ends_run or is_stopping
@@ -324,6 +327,7 @@ class AfterStep:
     ) -> tuple[bool, dict[str, dict[str, float]]]:
         """Evaluate every validation split: whether the first one is the best so far, and `counts`; figures by split."""
         state, is_best, figures = controller.state, False, {}
+        controller.replica.reducer.gather()
         for place, validator in enumerate(self._validators):
             # a rank with a small share waits for the others, far longer than in a step
             patience = controller.patience_for(samples=len(validator.source.dataset))

@@ -199,7 +199,7 @@ class Controller:
         """Train until the configured end, or until a rank asks for something else. Every rank drives it."""
         if self._learning_rate is not None:  # else the script of the user decides
             self.replica.model.train()
-        with self.replica.buffers.changing_alike():
+        with self.replica.buffers.changing_alike(), self.replica.refusing_parameters(self._update_step_name):
             self.task.update_step(self.state.updates)  # values that a task derives from it are not in a checkpoint
         while not self.has_ended():
             with noting(f"step {self._plan.step}"):
@@ -403,7 +403,7 @@ class Controller:
         self.state.skipped_in_a_row = 0
         if self._has_loss_scale:
             self.state.loss_scale = self.state.loss_scale.after_update()
-        with self.replica.buffers.changing_alike():
+        with self.replica.buffers.changing_alike(), self.replica.refusing_parameters(self._update_step_name):
             self.task.update_step(self.state.updates)
 
     def _skip(self, outcome: Outcome) -> None:
@@ -419,6 +419,10 @@ class Controller:
             "step %d skipped: its gradient, times %g, is too large for fp16; the next loss is multiplied by %g",
             state.position.step, tried.factor, state.loss_scale.factor,
         )  # fmt: skip
+
+    @property
+    def _update_step_name(self) -> str:
+        return f"{type(self.task).__name__}.update_step"
 
     @property
     def _scale(self) -> float:

@@ -128,9 +128,14 @@ class ReplicaCheck:
         return _Table(names, states, sums[:, differs], bool((differs & written).any()))
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Live tensors by name, the base too; and other numbers as JSON, as far as a checkpoint could hold them."""
+        """Live tensors by name, the base too; and other numbers as JSON, as far as a checkpoint could hold them.
+
+        Where ranks own parts of the state, only the parameters are on several of them.
+        """
         base = {f"model.{name}": tensor.detach() for name, tensor in base_parameters(self._replica.model).items()}
-        tensors, texts = {**base, **self._replica.model_tensors()}, {}
+        tensors, texts = {**base, **self._replica.model_tensors()}, dict[str, str]()
+        if self._replica.owned is not None:
+            return tensors, texts
         optimizer_tensors, numbers = self._replica.optimizer_tensors()
         for name, value in numbers.items():
             try:

@@ -20,7 +20,8 @@ def test_each_element_has_one_owner_and_uncuttable_tensors_are_whole(seed: int) 
     fractions[draw.randrange(len(fractions))] += 1
     owners = cut(units, fractions)
     for unit, bounds in zip(units, owners.bounds, strict=True):
-        assert bounds[0] == 0 and bounds[-1] == sum(unit.elements) and list(bounds) == sorted(bounds)
+        assert (bounds[0], bounds[-1]) == (0, sum(unit.elements))
+        assert list(bounds) == sorted(bounds)
         start = 0
         for elements, may_cut in zip(unit.elements, unit.may_cut):
             assert may_cut or not any(start < bound < start + elements for bound in bounds)
