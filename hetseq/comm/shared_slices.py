@@ -8,7 +8,7 @@ reading, and the adding of what owners read, is done by the thread that waits or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -59,9 +59,11 @@ class SharedSlices:
 
         owners = [rank for rank in self._others if bounds[rank] < bounds[rank + 1]]
         needed = [giver for giver in givers if giver != self.ranks.rank] if total.numel() else []
-        sent = {owner: bounds[owner + 1] - bounds[owner] for owner in owners} if flat is not None else {}
+        sent = {owner: (bounds[owner + 1] - bounds[owner]) * total.itemsize for owner in owners}
         self.received_bytes += len(needed) * total.nbytes
-        return self._begin("gradients", flat, sent, needed, add_up if total.numel() else None, total.dtype)
+        outgoing = dict.fromkeys(owners, flat) if flat is not None else {}
+        self.sent_bytes += sum(sent.values()) if outgoing else 0
+        return self._begin("gradients", outgoing, needed, add_up if total.numel() else None, total.dtype)
 
     def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
         def copy(others: dict[int, torch.Tensor]) -> None:
@@ -69,11 +71,21 @@ class SharedSlices:
                 flat[bounds[owner] : bounds[owner + 1]].copy_(part[bounds[owner] : bounds[owner + 1]])
 
         elements = bounds[self.ranks.rank + 1] - bounds[self.ranks.rank]
-        sent = {taker: elements for taker in takers if taker != self.ranks.rank and elements}
+        outgoing = {taker: flat for taker in takers if taker != self.ranks.rank and elements}
+        self.sent_bytes += len(outgoing) * elements * flat.itemsize
         is_taker = self.ranks.rank in takers
         needed = [rank for rank in self._others if is_taker and bounds[rank] < bounds[rank + 1]]
         self.received_bytes += sum(bounds[owner + 1] - bounds[owner] for owner in needed) * flat.itemsize
-        return self._begin("parameters", flat, sent, needed, copy if needed else None, flat.dtype)
+        return self._begin("parameters", outgoing, needed, copy if needed else None, flat.dtype)
+
+    def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
+        def copy(others: dict[int, torch.Tensor]) -> None:
+            for giver, part in others.items():
+                incoming[giver].copy_(part[: incoming[giver].numel()])
+
+        self.sent_bytes += sum(tensor.nbytes for tensor in outgoing.values())
+        self.received_bytes += sum(tensor.nbytes for tensor in incoming.values())
+        return self._begin("the state", dict(outgoing), list(incoming), copy if incoming else None, torch.uint8)
 
     def close(self) -> None:
         self._free.clear()
@@ -82,19 +94,16 @@ class SharedSlices:
     def _begin(
         self,
         what: str,
-        flat: torch.Tensor | None,
-        sent: dict[int, int],
+        outgoing: dict[int, torch.Tensor],
         needed: Sequence[int],
         read: Callable[[dict[int, torch.Tensor]], None] | None,
         dtype: torch.dtype,
     ) -> Transfer:
         unread = {}
         with PeerErrors(what, self.deadline_s()):
-            for taker, elements in sent.items():
-                assert flat is not None
-                memory = self._memory[flat.data_ptr()]
+            for taker, tensor in outgoing.items():
+                memory = self._memory[tensor.data_ptr()]
                 unread[taker] = self.ranks.offer(taker, memory, timeout_s=self.deadline_s())
-                self.sent_bytes += elements * flat.itemsize
         offers = {giver: self.ranks.expect(giver) for giver in needed}
         return _Reading(self, what, offers, unread, read, dtype)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -69,6 +69,13 @@ class SliceExchange(Protocol):
         """Begin to write the slices of all owners to `flat`, (elements,), of the ranks `takers`.
 
         On each rank `flat` holds the own slice, which must not change before the transfer is over.
+        Raises PeerLostError.
+        """
+        ...
+
+    def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
+        """Begin to send whole tensors from `memory`, by rank, and to receive others; each pair agrees on the bytes.
+
         Raises PeerLostError.
         """
         ...
@@ -134,6 +141,9 @@ class TaggedSlices:
         outgoing = {taker: own for taker in takers if taker != self._rank and own.numel()}
         incoming = self._outgoing(flat, bounds) if self._rank in takers else {}
         return self._begin("parameters", outgoing, incoming)
+
+    def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
+        return self._begin("the state", dict(outgoing), dict(incoming))
 
     def close(self) -> None:
         self._posting.end()

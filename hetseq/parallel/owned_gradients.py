@@ -77,17 +77,17 @@ class OwnedGradients:
         `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
         owner. Sums have the type `dtype` (default: that of the parameters).
         """
-        self._parameters, self._group, self._dtype = list(parameters), group, dtype
-        self._exchange: SliceExchange = group.slices(self._parameters[0].device)
-        self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
+        self.parameters, self._group, self._dtype = list(parameters), group, dtype
+        self.exchange: SliceExchange = group.slices(self.parameters[0].device)
+        self.used: npt.NDArray[np.bool_] = np.zeros(len(self.parameters), np.bool_)
         self._units = [
             self._make_unit([index for index, _ in members]) for members in buckets_of(parameters, bucket_bytes)
         ]
         self._home = {index: (unit, place) for unit in self._units for place, index in enumerate(unit.indices)}
         sizes = [
             UnitSizes(
-                tuple(self._parameters[index].numel() for index in unit.indices),
-                tuple(cuts_tensors and self._parameters[index].is_contiguous() for index in unit.indices),
+                tuple(self.parameters[index].numel() for index in unit.indices),
+                tuple(cuts_tensors and self.parameters[index].is_contiguous() for index in unit.indices),
             )
             for unit in self._units
         ]
@@ -96,21 +96,38 @@ class OwnedGradients:
             self._divide(unit, bounds, cuts_tensors)
         self._is_last, self._is_silent, self._is_finite_alone = False, False, True
         self._sent = 0
-        self._arrived = np.zeros(len(self._parameters), np.bool_)  # its gradient of the last micro-batch
-        self._lent = np.zeros(len(self._parameters), np.bool_)
-        self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self._parameters)}
+        self._arrived = np.zeros(len(self.parameters), np.bool_)  # its gradient of the last micro-batch
+        self._lent = np.zeros(len(self.parameters), np.bool_)
+        self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self.parameters)}
         self._active: Sequence[int] = ()  # the ranks that compute samples in this step
         self._whole: set[int] = set()  # the ranks whose copies are up to date
         self._gathers: list[Transfer] = []
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
-            for index, parameter in enumerate(self._parameters)
+            for index, parameter in enumerate(self.parameters)
         ]
 
     @property
     def fragments(self) -> list[Fragment]:
         """What this rank owns, in the order of the memory."""
         return [fragment for unit in self._units for fragment, _ in unit.fragments]
+
+    @property
+    def own_fragments(self) -> dict[int, Fragment]:
+        """What this rank owns, by the place of the parameter in the model."""
+        places = {parameter: index for index, parameter in enumerate(self.parameters)}
+        return {places[fragment.parameter]: fragment for fragment in self.fragments}
+
+    @property
+    def unit_members(self) -> list[list[int]]:
+        """The parameters of each unit, by their places in the model."""
+        return [unit.indices for unit in self._units]
+
+    def extent(self, index: int, rank: int) -> tuple[int, int]:
+        """The elements of a parameter that a rank owns, in row-major order; empty if the first is not below the last."""
+        unit, place = self._home[index]
+        start, elements = unit.starts[place], self.parameters[index].numel()
+        return max(0, unit.bounds[rank] - start), min(elements, unit.bounds[rank + 1] - start)
 
     @property
     def layout_digest(self) -> int:
@@ -126,7 +143,7 @@ class OwnedGradients:
         if not lacking:
             return
         for unit in reversed(self._units):  # as forward needs them
-            self._gathers.append(self._exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking))
+            self._gathers.append(self.exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking))
         if self._group.rank in lacking:
             self._await_gathers()
         self._whole.update(lacking)
@@ -145,12 +162,12 @@ class OwnedGradients:
         self.used[:] = False
         self._lent[:] = False
         self._is_last, self._sent, self._is_finite_alone = False, 0, True
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         for unit in self._units:
             unit.is_sent = False
             if unit.gradients is not None:
-                self._exchange.release(unit.gradients)
+                self.exchange.release(unit.gradients)
                 unit.gradients = None
             for fragment, _ in unit.fragments:
                 fragment.owned.grad = None
@@ -214,7 +231,7 @@ class OwnedGradients:
             torch._foreach_mul_(held, factor)
 
     def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
-        unused = {id(self._parameters[index]) for index in np.flatnonzero(~used)}
+        unused = {id(self.parameters[index]) for index in np.flatnonzero(~used)}
         for fragment in self.fragments:
             if id(fragment.parameter) in unused:
                 fragment.owned.grad = None
@@ -223,14 +240,14 @@ class OwnedGradients:
         for hook in self._hooks:
             hook.remove()
         self._lenders.clear()  # they refer to this reducer and would keep it alive
-        self._exchange.close()
+        self.exchange.close()
 
     # how they are made
 
     def _make_unit(self, indices: list[int]) -> _Unit:
-        members = [self._parameters[index] for index in indices]
+        members = [self.parameters[index] for index in indices]
         starts = list(np.cumsum([0, *(parameter.numel() for parameter in members)]).tolist())
-        flat = self._exchange.memory(starts[-1], members[0].dtype, members[0].device)
+        flat = self.exchange.memory(starts[-1], members[0].dtype, members[0].device)
         for start, parameter in zip(starts, members):
             view = flat.as_strided(parameter.shape, parameter.stride(), start)
             view.copy_(parameter.detach())
@@ -243,7 +260,7 @@ class OwnedGradients:
         first, last = bounds[self._group.rank], bounds[self._group.rank + 1]
         unit.total = torch.zeros(last - first, dtype=self._dtype or unit.flat.dtype, device=unit.flat.device)
         for start, index in zip(unit.starts, unit.indices):
-            parameter = self._parameters[index]
+            parameter = self.parameters[index]
             begin, end = max(start, first), min(start + parameter.numel(), last)
             if begin >= end:
                 continue
@@ -285,10 +302,10 @@ class OwnedGradients:
     def _room(self, index: int) -> torch.Tensor:
         unit, place = self._home[index]
         if unit.gradients is None:
-            unit.gradients = self._exchange.memory(
+            unit.gradients = self.exchange.memory(
                 unit.flat.numel(), self._dtype or unit.flat.dtype, unit.flat.device
             )  # fmt: skip
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         return unit.gradients.as_strided(parameter.shape, parameter.stride(), unit.starts[place])
 
     def _view(self, index: int) -> torch.Tensor | None:
@@ -306,7 +323,7 @@ class OwnedGradients:
         unit = self._units[self._sent]
         is_giver = self._group.rank in self._active
         for index in unit.indices:
-            self._parameters[index].grad = None
+            self.parameters[index].grad = None
         if is_giver and not self._is_silent:
             for index in unit.indices:
                 if not self.used[index]:
@@ -316,7 +333,7 @@ class OwnedGradients:
             self._is_finite_alone &= are_finite([view for view in views if view is not None])
         else:
             flat = unit.gradients if is_giver else None
-            unit.sending = self._exchange.sum_to_owners(
+            unit.sending = self.exchange.sum_to_owners(
                 flat, unit.total, bounds=unit.bounds, givers=self._active
             )  # fmt: skip
             unit.leaving, unit.gradients = unit.gradients, None
@@ -332,7 +349,7 @@ class OwnedGradients:
         unit.sending.wait()
         unit.sending = None
         if unit.leaving is not None:
-            self._exchange.release(unit.leaving)
+            self.exchange.release(unit.leaving)
             unit.leaving = None
 
     def _held(self) -> list[torch.Tensor]:

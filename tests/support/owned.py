@@ -42,7 +42,7 @@ def train_owned(group: Group, save_dir: str, words: list[str], shares_memory: bo
     session = build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder))
     replica = session.controller.replica
     assert replica.owned is not None
-    exchange = replica.reducer._exchange  # type: ignore[attr-defined]
+    exchange = replica.reducer.exchange  # type: ignore[attr-defined]
 
     def record(*_: Any) -> None:
         assert replica.owned is not None
