@@ -1,0 +1,288 @@
+"""Memory planner: which layout of a model fits these ranks, and which one is the fastest. Pure.
+
+Responsible for the arithmetic behind `--shard-model auto` and the layouts of `hetseq plan` and `hetseq simulate`:
+memory, bytes on the links and seconds of a step. It knows no run, no file and no torch, and it cuts nothing.
+
+The one idea: samples follow speed and state follows memory, independently. `none` keeps optimizer state and gradient
+sums whole on every rank. `state` gives each rank a fraction of them, and the parameters stay whole everywhere. With
+fractions in proportion to the free memory every rank is left the same part of it.
+
+Symbols of the comments: P parameters; c, m, o, g bytes per parameter for computing, a separate master copy, the
+optimizer and the gradient; u parameters of the largest unit; A bytes of activations per sample; f_i the fraction that
+rank i owns; a_i is 1 if it computes samples, else 0; C the number of ranks that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hetseq.balance.shares import NEGLIGIBLE_GAIN, Cost, balance_shares, step_seconds
+from hetseq.errors import ConfigError
+
+SHARD_MODELS = ("none", "state")  # the simpler one first
+USABLE = 0.92  # of a rank's memory; the rest is for the runtime, its kernels and gaps between tensors
+#: the part of a micro-batch behind which the exchange can hide: backward; with `state` also the next forward
+_HIDING = {"none": 2 / 3, "state": 1.0}
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """A model as the planner sees it. The defaults are AdamW in fp32, as in HetSeq with every precision but fp64.
+
+    `largest_unit_parameters`: of the largest piece in which gradients travel, a bucket or a larger tensor.
+    `cast_bytes_per_parameter`: the 16-bit copies that autocast keeps during a step, 2 with bf16 and fp16.
+    """
+
+    parameters: int
+    activation_bytes_per_sample: int = 0
+    largest_unit_parameters: int = 0
+    compute_bytes_per_parameter: int = 4
+    cast_bytes_per_parameter: int = 0
+    master_bytes_per_parameter: int = 0
+    optimizer_bytes_per_parameter: int = 8
+    gradient_bytes_per_parameter: int = 4
+
+    @property
+    def state_bytes(self) -> int:
+        """What has owners: (m + o + g) P."""
+        each = self.master_bytes_per_parameter + self.optimizer_bytes_per_parameter + self.gradient_bytes_per_parameter
+        return each * self.parameters
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The whole parameters, c P."""
+        return self.compute_bytes_per_parameter * self.parameters
+
+    @property
+    def gradient_bytes(self) -> int:
+        """A whole gradient, g P."""
+        return self.gradient_bytes_per_parameter * self.parameters
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank: its cost in samples (a limit of 0: it computes nothing), its memory and its link.
+
+    `host_bytes` may hold state beside the device. `most_owned_bytes` limits its part, None for no limit. `is_stable`:
+    its node stays until the end of the run.
+    """
+
+    name: str
+    cost: Cost
+    device_bytes: int
+    link_bytes_per_s: float
+    host_bytes: int = 0
+    most_owned_bytes: int | None = None
+    is_stable: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that fits. Lists are by rank; `left_bytes` is what state and computing leave of the usable memory.
+
+    `micro_batch`: the most samples of one forward. `exchange_s` is the busiest link's, of which a part is hidden.
+    """
+
+    shard_model: str
+    micro_batch: int
+    shares: tuple[int, ...]
+    fractions: tuple[float, ...]
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    left_bytes: tuple[int, ...]
+    compute_s: float
+    exchange_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A layout that does not fit, with the micro-batch that lacks the least; `reason` ends in three remedies.
+
+    `missing_bytes` is by rank: what each lacks for parameters and samples; `missing_state_bytes` is what all ranks
+    together lack for the state.
+    """
+
+    shard_model: str
+    missing_bytes: tuple[int, ...]
+    missing_state_bytes: int
+    reason: str
+
+
+Candidate = Layout | Misfit
+
+
+def candidates(ranks: Sequence[RankMemory], model: ModelMemory, total: int) -> tuple[Candidate, ...]:
+    """The best layout of each kind for a step of `total` samples, or why there is none; in the order SHARD_MODELS.
+
+    Micro-batches of 1, 2, 4, ... samples are tried, up to the whole step. Raises ValueError if no rank computes
+    samples, or if their limits hold fewer than `total`.
+    """
+    found: list[Candidate] = []
+    sizes = [*(2**power for power in range(max(1, (total - 1).bit_length()))), total]
+    for kind in SHARD_MODELS:
+        tried = [_candidate(kind, ranks, model, total, size) for size in sizes]
+        fitting = [one for one in tried if isinstance(one, Layout)]
+        misfits = [one for one in tried if isinstance(one, Misfit)]
+        # of equally fast ones the smallest micro-batch, which leaves the most memory
+        found.append(
+            min(fitting, key=lambda one: one.step_s)
+            if fitting
+            else min(misfits, key=lambda one: (sum(one.missing_bytes), one.missing_state_bytes))
+        )
+    return tuple(found)
+
+
+def choose(found: Sequence[Candidate]) -> Layout:
+    """The fastest of the candidates that fit; within 2 % the first of them, which is the simpler.
+
+    Raises ConfigError with the reason of the last one if none fits.
+    """
+    fitting = [one for one in found if isinstance(one, Layout)]
+    if not fitting:
+        last = found[-1]
+        assert isinstance(last, Misfit)
+        raise ConfigError(f"--shard-model {last.shard_model}: {last.reason}")
+    least_s = min(one.step_s for one in fitting)
+    return next(one for one in fitting if one.step_s * (1 - NEGLIGIBLE_GAIN) <= least_s)
+
+
+def own_fractions(room_bytes: Sequence[int], is_stable: Sequence[bool], needed_bytes: int) -> tuple[float, ...]:
+    """The fraction of the state that each rank owns, in proportion to its room. Shape (world_size,), the sum is 1.
+
+    `room_bytes`: memory of each rank that state may take, 0 or more. If the stable ranks have room for all of it, only
+    they own. All ranks get the same result from the same numbers. Raises ConfigError if all rooms are too small.
+    """
+    fractions = _fractions(room_bytes, is_stable, needed_bytes)
+    if fractions is None:
+        raise ConfigError(
+            f"--own auto: {_no_room([f'rank {rank}' for rank in range(len(room_bytes))], room_bytes, needed_bytes)}"
+        )
+    return fractions
+
+
+def _fractions(room: Sequence[int], is_stable: Sequence[bool], needed: int) -> tuple[float, ...] | None:
+    """As `own_fractions`; None if the rooms are too small."""
+    stable = [bytes_ if stays else 0 for bytes_, stays in zip(room, is_stable, strict=True)]
+    for chosen in (stable, list(room)):
+        if sum(chosen) >= max(needed, 1):
+            return tuple(bytes_ / sum(chosen) for bytes_ in chosen)
+    return (1 / len(room),) * len(room) if needed <= 0 else None
+
+
+def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total: int, size: int) -> Candidate:
+    """The layout of this kind with micro-batches of at most `size` samples."""
+    usable = [int(USABLE * rank.device_bytes) for rank in ranks]
+    costs = [_in_micro_batches(rank.cost, size) for rank in ranks]
+    while True:
+        shares = balance_shares(total, costs)
+        taken = [_taken_bytes(kind, model, share, cost.batch or size) for share, cost in zip(shares, costs)]
+        missing = tuple(max(0, bytes_ - most) for bytes_, most in zip(taken, usable))
+        # a rank without room for its samples computes none, and may still own
+        others = [replace(cost, limit=0) if lacks and share else cost
+                  for cost, lacks, share in zip(costs, missing, shares)]  # fmt: skip
+        if others == costs or sum(total if cost.limit is None else cost.limit for cost in others) < total:
+            break
+        costs = others
+    names = [rank.name for rank in ranks]
+    if any(missing):
+        return Misfit(kind, missing, 0, _too_small(kind, names, missing))
+    fractions: tuple[float, ...] = (1.0,) * len(ranks)
+    left = [most - bytes_ for bytes_, most in zip(taken, usable)]
+    if kind == "state":
+        left = [bytes_ + rank.host_bytes for bytes_, rank in zip(left, ranks)]
+        room = [bytes_ if rank.most_owned_bytes is None else min(bytes_, rank.most_owned_bytes)
+                for bytes_, rank in zip(left, ranks)]  # fmt: skip
+        divided = _fractions(room, [rank.is_stable for rank in ranks], model.state_bytes)
+        if divided is None:
+            return Misfit(kind, missing, model.state_bytes - sum(room), _no_room(names, room, model.state_bytes))
+        fractions = divided
+        left = [bytes_ - round(own * model.state_bytes) for bytes_, own in zip(left, fractions)]
+    flows = _flows(kind, model, shares, fractions)
+    compute_s = step_seconds(shares, costs)
+    exchange_s = max(max(flow) / rank.link_bytes_per_s for flow, rank in zip(flows, ranks))
+    rounds = max(-(-share // (cost.batch or size)) for share, cost in zip(shares, costs))
+    return Layout(
+        kind, size, shares, fractions, tuple(round(sent) for sent, _ in flows), tuple(round(got) for _, got in flows),
+        tuple(left), compute_s, exchange_s, compute_s + max(0.0, exchange_s - _HIDING[kind] * compute_s / rounds),
+    )  # fmt: skip
+
+
+def _in_micro_batches(cost: Cost, size: int) -> Cost:
+    """The cost with micro-batches of at most `size` samples, where it knows what a micro-batch costs."""
+    return replace(cost, batch=min(cost.batch, size)) if cost.batch else cost
+
+
+def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int:
+    """The memory of a rank that computes `share` samples, `at_once` in a micro-batch; with `state`, but for its own."""
+    taken = model.parameter_bytes
+    if share:
+        taken += model.cast_bytes_per_parameter * model.parameters
+        taken += model.activation_bytes_per_sample * min(share, at_once)
+    if kind == "none":
+        return taken + model.state_bytes
+    unit_bytes = model.largest_unit_parameters * model.gradient_bytes_per_parameter
+    if share:  # several micro-batches add up in a whole gradient; of a single one each unit leaves when it is complete
+        taken += model.gradient_bytes if share > at_once else 3 * unit_bytes
+    return taken + 2 * unit_bytes
+
+
+def _flows(
+    kind: str, model: ModelMemory, shares: Sequence[int], fractions: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Bytes sent and received by each rank in a step. Shape (world_size, 2)."""
+    world_size, computing = len(shares), sum(share > 0 for share in shares)
+    if kind == "none":
+        ring = 2 * (world_size - 1) / world_size * model.gradient_bytes
+        return [(ring, ring)] * world_size
+    flows = []
+    for share, own in zip(shares, fractions):
+        computes = int(share > 0)
+        # out = a(1-f) gP + f(C-a) cP;  in = f(C-a) gP + a(1-f) cP
+        others, owned = computes * (1 - own), own * (computing - computes)
+        sent = others * model.gradient_bytes + owned * model.parameter_bytes
+        received = owned * model.gradient_bytes + others * model.parameter_bytes
+        flows.append((sent, received))
+    return flows
+
+
+# words
+
+
+def in_words(count: float) -> str:
+    """Bytes in decimal units with three digits, as in 24 GB or 1.3 MB; none for 0."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.3g} {unit}"
+    return f"{count:.0f} bytes" if count else "none"
+
+
+def _too_small(kind: str, names: Sequence[str], missing: Sequence[int]) -> str:
+    lacking = _listed([f"{name} lacks {in_words(bytes_)}" for name, bytes_ in zip(names, missing) if bytes_])
+    if kind == "none":
+        return (
+            f"{lacking} for a whole replica: divide the optimizer state with --shard-model state, leave such ranks out,"
+            " or train a smaller model"
+        )
+    return (
+        f"{lacking} for the whole parameters and one micro-batch: leave such ranks out, compute layers again with"
+        " --activation-checkpointing, or train a smaller model"
+    )
+
+
+def _no_room(names: Sequence[str], room: Sequence[int], needed: int) -> str:
+    rooms = _listed([f"{name} {in_words(bytes_)}" for name, bytes_ in zip(names, room)])
+    return (
+        f"optimizer state and gradient sums take {in_words(needed)}, and there is room for {in_words(sum(room))}"
+        f" ({rooms}): {in_words(needed - sum(room))} are missing. Add a node with memory, which need not compute"
+        " (--balance 3,1,0), raise --own-memory where it is set, or compute fewer samples at a time (--batch-size,"
+        " --activation-checkpointing)"
+    )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """The parts with commas; of many the first ones and how many follow."""
+    more = len(parts) - _SHOWN_RANKS
+    return ", ".join(parts[:_SHOWN_RANKS]) + (f" and {more} more" if more > 0 else "")
