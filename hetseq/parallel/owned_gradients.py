@@ -94,6 +94,9 @@ class OwnedGradients:
         self.ownership: Ownership = cut(sizes, fractions)
         for unit, bounds in zip(self._units, self.ownership.bounds, strict=True):
             self._divide(unit, bounds, cuts_tensors)
+        #: what this rank owns, by the place of the parameter in the model
+        places = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self.own_fragments = {places[fragment.parameter]: fragment for fragment in self.fragments}
         self._is_last, self._is_silent, self._is_finite_alone = False, False, True
         self._sent = 0
         self._arrived = np.zeros(len(self.parameters), np.bool_)  # its gradient of the last micro-batch
@@ -113,18 +116,12 @@ class OwnedGradients:
         return [fragment for unit in self._units for fragment, _ in unit.fragments]
 
     @property
-    def own_fragments(self) -> dict[int, Fragment]:
-        """What this rank owns, by the place of the parameter in the model."""
-        places = {parameter: index for index, parameter in enumerate(self.parameters)}
-        return {places[fragment.parameter]: fragment for fragment in self.fragments}
-
-    @property
     def unit_members(self) -> list[list[int]]:
         """The parameters of each unit, by their places in the model."""
         return [unit.indices for unit in self._units]
 
     def extent(self, index: int, rank: int) -> tuple[int, int]:
-        """The elements of a parameter that a rank owns, in row-major order; empty if the first is not below the last."""
+        """The first element of a parameter that a rank owns, and the end; the end is not above the first if none is."""
         unit, place = self._home[index]
         start, elements = unit.starts[place], self.parameters[index].numel()
         return max(0, unit.bounds[rank] - start), min(elements, unit.bounds[rank + 1] - start)

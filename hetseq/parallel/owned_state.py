@@ -10,11 +10,14 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hetseq.comm.group import Group
 from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.owned_gradients import Fragment, OwnedGradients
+from hetseq.parallel.state_move import Held, move
 
 _TRIED = 4133  # elements of the tensor with which an optimizer is tried: no multiple of a vector
 _CUT_AT = 1501
@@ -31,31 +34,75 @@ class OwnedState:
         self.optimizer, self.names = optimizer, dict(names)
         #: the parameters of each group, as the builder gave them
         self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._places = {parameter: index for index, parameter in enumerate(names)}
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
+        #: what this rank held by earlier cuts, until the state has moved
+        self.earlier: dict[int, Held] = {}
+        self.cut = 0  # the generation that cut the state as it is held
+        self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements
         _refuse_hidden_parameters(optimizer, self.names)
+        #: whether parameters may be cut anywhere
+        self.is_elementwise = is_elementwise(optimizer)
 
     def group_of(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """The optimizer's group of each parameter of the model, also of those of which this rank owns nothing."""
         groups = self.optimizer.param_groups
         return {parameter: group for group, members in zip(groups, self._members) for parameter in members}
 
-    def adopt_(self, reducer: OwnedGradients) -> None:
-        """Put the fragments of this rank into the optimizer's groups; state that exists is cut accordingly."""
-        by_parameter = {fragment.parameter: fragment for fragment in reducer.fragments}
-        state = {parameter: dict(self.optimizer.state.get(parameter, {})) for parameter in self.names}
-        for group, members in zip(self.optimizer.param_groups, self._members):
-            group["params"][:] = [by_parameter[one].owned for one in members if one in by_parameter]
+    def held(self) -> dict[int, Held]:
+        """What this rank holds of each parameter, by its place in the model."""
+        return {
+            self._places[one.parameter]: Held(
+                one.begin, one.end, one.owned.detach().flatten(), dict(self.optimizer.state.get(one.owned, {}))
+            )
+            for one in self.fragments.values()
+        }
+
+    def adopt_(self, reducer: OwnedGradients, *, cut: int) -> None:
+        """Put the fragments of this rank into the optimizer's groups; state that exists is cut accordingly.
+
+        `cut` is the generation that cut the state like this.
+        """
+        whole = {index: dict(self.optimizer.state.get(one, {})) for one, index in self._places.items()}
+        state = {
+            index: {key: _cut_out(value, fragment) for key, value in whole[index].items()}
+            for index, fragment in reducer.own_fragments.items()
+        }
+        self._put_in(reducer, state, cut)
+
+    def take_over_(self, reducer: OwnedGradients, group: Group, *, cut: int) -> int:
+        """Move the state to the owners by the cuts of `reducer`, on all ranks of a generation; a rank that joins holds
+        nothing yet. Returns the bytes of state that this rank got. Collective.
+
+        Nothing is given up unless all ranks have what they own. Raises PeerLostError.
+        """
+        state, received_bytes = move(self.earlier, reducer, group)
+        group.all_gather_rows(np.zeros(1, np.int64))
+        self._put_in(reducer, state, cut)
+        return received_bytes
+
+    def _put_in(self, reducer: OwnedGradients, state: Mapping[int, Mapping[str, Any]], cut: int) -> None:
+        groups, own = self.optimizer.param_groups, reducer.own_fragments
+        for group, members in zip(groups, self._members):
+            places = (self._places[one] for one in members)
+            group["params"][:] = [own[place].owned for place in places if place in own]
         for parameter in list(self.optimizer.state):
             del self.optimizer.state[parameter]
-        self.fragments = {self.names[parameter]: fragment for parameter, fragment in by_parameter.items()}
-        for parameter, fragment in by_parameter.items():
-            if state[parameter]:
-                self.optimizer.state[fragment.owned] = {
-                    key: cut_out(value, fragment) for key, value in state[parameter].items()
-                }
+        group_of = self.group_of()
+        for index, fragment in own.items():
+            if not state[index]:
+                continue
+            is_fused = bool(group_of[fragment.parameter].get("fused"))
+            self.optimizer.state[fragment.owned] = {
+                key: value.to(fragment.owned.device) if is_fused and isinstance(value, torch.Tensor) else value
+                for key, value in state[index].items()
+            }
+        self.fragments = {self.names[fragment.parameter]: fragment for fragment in own.values()}
+        self.cut, self.earlier = cut, {}
+        self.part = sum(one.end - one.begin for one in own.values()), reducer.ownership.total
 
 
-def cut_out(value: Any, fragment: Fragment) -> Any:
+def _cut_out(value: Any, fragment: Fragment) -> Any:
     """A value of a whole parameter's state as that of a fragment: tensors of its shape are cut, others are kept."""
     if not isinstance(value, torch.Tensor) or value.shape != fragment.parameter.shape or not value.dim():
         return value

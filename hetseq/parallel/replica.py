@@ -21,6 +21,7 @@ from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
+from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
@@ -98,6 +99,39 @@ class Replica:
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """`model_tensors` of this replica's model."""
         return model_tensors(self.model)
+
+    def common_model_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the model that are not divided among owners: all of them unless ranks own parts."""
+        live = self.model_tensors()
+        if self.owned is None:
+            return live
+        return {name: live[name] for name in sorted(self.changed_by_forward())}
+
+    def common_optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The optimizer's state, as `optimizer_tensors`, that is not divided among owners."""
+        return ({}, {}) if self.owned is not None else self.optimizer_tensors()
+
+    def load_common(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        """Take what another rank has sent of the tensors that are not divided among owners."""
+        if self.owned is None:
+            self.load_model(tensors)
+            self.load_optimizer(tensors, numbers)
+            return
+        with torch.no_grad():
+            for name, live in self.common_model_tensors().items():
+                if not _is_same_memory(live, tensors[name]):
+                    live.copy_(tensors[name])
+        self.buffers.renew()
+
+    def take_over_parts(self, group: Group) -> int:
+        """Move the parts of the state to the owners of a new generation; the bytes of state that this rank got.
+
+        Collective. Raises PeerLostError.
+        """
+        if self.owned is None:
+            return 0
+        assert isinstance(self.reducer, OwnedGradients)
+        return self.owned.take_over_(self.reducer, group, cut=group.generation)
 
     def changed_by_forward(self) -> set[str]:
         """The names in `model_tensors` that an update does not touch: buffers and untrained parameters."""

@@ -11,7 +11,7 @@ is held is given up before the caller has heard that all messages have arrived.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from hetseq.comm.directory_groups import gather_texts
 from hetseq.comm.group import Group
-from hetseq.parallel.owned_gradients import Fragment, OwnedGradients
+from hetseq.parallel.owned_gradients import OwnedGradients
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ITSELF = ""  # the key under which a parameter's own values travel
@@ -37,18 +37,6 @@ class Held:
     end: int
     values: torch.Tensor  # (end - begin,)
     state: Mapping[str, Any] = field(default_factory=dict)
-
-
-def held_by(
-    parameters: Mapping[torch.nn.Parameter, int], fragments: Mapping[str, Fragment], optimizer: torch.optim.Optimizer
-) -> dict[int, Held]:
-    """What this rank holds of each parameter, by its place in the model."""
-    return {
-        parameters[one.parameter]: Held(
-            one.begin, one.end, one.owned.detach().flatten(), dict(optimizer.state.get(one.owned, {}))
-        )
-        for one in fragments.values()
-    }
 
 
 @torch.no_grad()
@@ -68,7 +56,12 @@ def move(held: Mapping[int, Held], reducer: OwnedGradients, group: Group) -> tup
     known: dict[int, Mapping[str, Any]] = {}  # of each parameter, from the lowest rank that holds a part of it
     for of_rank in reversed(told):
         known |= of_rank
-    new = {index: _empty_state(known.get(index, {}), reducer, index) for index in wanted}
+    new = {
+        index: dict(held[index].state)  # as it is
+        if index in held and (held[index].begin, held[index].end) == extent
+        else _empty_state(known.get(index, {}), reducer, index)
+        for index, extent in wanted.items()
+    }
     received_bytes = 0
     for unit in reducer.unit_members:
         received_bytes += _exchange_unit(unit, held, table, told, reducer, group, new)
@@ -122,7 +115,7 @@ class _Item:
 
 
 def _items(
-    unit: list[int], giver: int, taker: int, table: np.ndarray[Any, Any], told: list[Told], reducer: OwnedGradients
+    unit: list[int], giver: int, taker: int, table: np.ndarray[Any, Any], told: Sequence[Told], reducer: OwnedGradients
 ) -> Iterator[_Item]:
     """What one rank sends to another of a unit, in order; the same list on both."""
     for index in unit:
@@ -144,7 +137,7 @@ def _exchange_unit(
     unit: list[int],
     held: Mapping[int, Held],
     table: np.ndarray[Any, Any],
-    told: list[Told],
+    told: Sequence[Told],
     reducer: OwnedGradients,
     group: Group,
     new: dict[int, dict[str, Any]],
@@ -167,6 +160,8 @@ def _exchange_unit(
     for tensor in outgoing.values():
         exchange.release(tensor)
     for item in _items(unit, rank, rank, table, told, reducer):
+        if item.key != _ITSELF and new[item.index][item.key] is held[item.index].state[item.key]:
+            continue
         _put(item, _source(held[item.index], item).flatten(), reducer, new)
     received = 0
     for other, message in incoming.items():

@@ -38,6 +38,7 @@ from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.gradient_sync import GradientSync
 from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
@@ -193,14 +194,16 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
             f"the model of {type(job.material.task).__name__} has no parameter to train: expected at least one"
         )
     optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
-    names = {parameter: name for name, parameter in trained_parameters(model)}
     owned: OwnedState | None = None
     if config.distributed.shard_model == "none":
-        reducer = replicated(parameters, job.group, config.distributed)
+        reducer: GradientSync = replicated(parameters, job.group, config.distributed)
     else:
-        reducer, owned = owned_by_fractions(
-            optimizer, names, job.group, config.distributed, slots=job.slots_of_ranks
-        )  # fmt: skip
+        names = {parameter: name for name, parameter in trained_parameters(model)}
+        owned = job.carried.owned if job.carried is not None else OwnedState(optimizer, names)
+        assert owned is not None
+        reducer = by_owner = owned_by_fractions(owned, job.group, config.distributed, slots=job.slots_of_ranks)
+        if job.is_first:
+            owned.adopt_(by_owner, cut=job.group.generation)
     undo.callback(reducer.close)
     return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.owned_gradients import OwnedGradients
-from hetseq.parallel.owned_state import OwnedState, is_elementwise
+from hetseq.parallel.owned_state import OwnedState
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +31,15 @@ def fractions_by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[
 
 
 def owned_by_fractions(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.nn.Parameter, str],
-    group: Group,
-    config: DistributedConfig,
-    *,
-    slots: Sequence[int],
-) -> tuple[GradientSync, OwnedState]:
-    """Sums of gradients that go to their owners, and the state of the optimizer that this rank owns. Collective."""
-    owned = OwnedState(optimizer, names)
-    reducer = OwnedGradients(
-        list(names), group, fractions=fractions_by_slot(config, slots),
-        bucket_bytes=int(config.bucket_cap_mb * _MIB), cuts_tensors=is_elementwise(optimizer),
+    owned: OwnedState, group: Group, config: DistributedConfig, *, slots: Sequence[int]
+) -> OwnedGradients:
+    """Sums of gradients that go to their owners. `owned` still has the state by earlier cuts. Collective."""
+    owned.earlier = owned.held()
+    return OwnedGradients(
+        list(owned.names), group, fractions=fractions_by_slot(config, slots),
+        bucket_bytes=int(config.bucket_cap_mb * _MIB), cuts_tensors=owned.is_elementwise,
         dtype=torch.float64 if config.reduce_dtype is not None else None,
     )  # fmt: skip
-    owned.adopt_(reducer)
-    return reducer, owned
 
 
 def replicated(parameters: Sequence[torch.nn.Parameter], group: Group, config: DistributedConfig) -> GradientSync:

@@ -24,6 +24,7 @@ from hetseq.cluster.membership.decide import Record
 from hetseq.comm.directory_groups import DirectoryGroups, send_bytes
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.parallel.checksums import checksums
+from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import Provenance, Saver, Underway, batch_record, describe, read_state, saved_batch
 from hetseq.run.state_transfer import send_checkpoint
@@ -59,6 +60,7 @@ class KeptState:
     meter: CostMeter
     due: PendingWork | None = None  # interrupted
     rows: tuple[Row, ...] = ()  # the last ones, for a writer that lacks them
+    owned: OwnedState | None = None  # what this rank owns of the optimizer's state; None: all of it
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sha
     faults.point("transfer")
     if succession.record.fresh:
         state = _send_state(succession, replica, provenance, sharing, state)
+    replica.take_over_parts(sharing.whole)
     replica.task_state.share(sharing.whole)
     due = PendingWork(**told["due"]) if told["due"] is not None else None
     # validation finds the new value again
@@ -150,14 +153,13 @@ def _send_state(
     if group.rank == succession.source:
         loaded = _describe(replica, provenance, state)
     received = send_checkpoint(
-        sharing, loaded, source=succession.source, has_it=not is_fresh, into=replica.model_tensors()
+        sharing, loaded, source=succession.source, has_it=not is_fresh, into=replica.common_model_tensors()
     )  # fmt: skip
     if not is_fresh:
         return state
     if checksums(received.tensors.values()) != received.state["sums"]:
         raise DisagreementError(f"the state that rank {succession.source} sent was changed on the way")
-    replica.load_model(received.tensors)
-    replica.load_optimizer(received.tensors, received.state["optimizer_numbers"] or {})
+    replica.load_common(received.tensors, received.state["optimizer_numbers"] or {})
     replica.task_state.load(received.tensors, received.state["task_state"])
     logger.info("got the state after step %d from rank %d", received.identity.step, succession.source)
     return read_state(received.state)
@@ -165,9 +167,9 @@ def _send_state(
 
 def _describe(replica: Replica, provenance: Provenance, state: TrainingState) -> Loaded:
     """The state of this rank as if it had been loaded."""
-    optimizer_tensors, numbers = replica.optimizer_tensors()
+    optimizer_tensors, numbers = replica.common_optimizer_tensors()
     task_tensors, record = replica.task_state.content()
-    live = {**replica.model_tensors(), **optimizer_tensors, **task_tensors}
+    live = {**replica.common_model_tensors(), **optimizer_tensors, **task_tensors}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in live.items()}
     content: Mapping[str, Any] = {**describe(state, provenance, numbers), "task_state": record}
     identity = Identity(step=state.position.step - 1, generation=0, lineage=str(state.lineage))

@@ -97,7 +97,7 @@ class Session:
                 self.caught_up = controller.unsettled
         carried = KeptState(
             controller.replica.optimizer, controller.state, self._provenance, self.saver, controller.pace.meter, due,
-            self._metrics.last_rows(),
+            self._metrics.last_rows(), controller.replica.owned,
         )  # fmt: skip
         self.close()
         return carried
