@@ -8,12 +8,15 @@ The one idea: a report gives the updates in a state (its lineage) and the comple
 a rank has got. Members are at most one update apart, because committing the next step needs a row from every rank. So
 the longest lineage is the base. A rank that is one update behind and holds exactly that gradient applies the update
 too; any other rank receives the state from a survivor. If no rank saw the commit, no rank is behind, and the step is
-computed again from the same samples. These rules, and a counterexample for each protocol that lacks one of them, come
-from a search over all interleavings of a model; see docs/design/membership.md.
+computed again from the same samples. With `--shard-model state` the base also needs all its parts. If its holders do
+not own all elements together, the base is lost, and all ranks begin from the newest checkpoint. These rules, and a
+counterexample for each protocol that lacks one of them, come from a search over all interleavings of a model; see
+docs/design/membership.md.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,7 +27,8 @@ from hetseq.errors import HetSeqError
 
 
 class SplitBrainError(HetSeqError):
-    """Two states of equal length with different histories. No protocol can repair this, so the run stops."""
+    """Reports that contradict each other: two states of equal length with different histories, or parts that cannot
+    belong to one state. No protocol can repair this, so the run stops."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,15 @@ class Report:
     gradient: Tag | None = None  # complete in its memory, of a step whose end it has not seen
     last: Update | None = None  # the update that led to its lineage; None: it applied none itself
     cost: Cost | None = None  # of its shares
+    #: (elements of the trained parameters that it owns in its lineage, elements in all); None: a replica, which holds
+    #: everything. A member that owns nothing reports (0, all)
+    part: tuple[int, int] | None = None
+    cut: int | None = None  # the generation that cut the state into such parts; None: the one that it reports for
+
+    @property
+    def cut_by(self) -> int:
+        """The generation that cut the state into the parts of which this is one."""
+        return self.generation if self.cut is None else self.cut
 
     def to_record(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -67,7 +80,7 @@ class Report:
         return cls(
             str(record["incarnation"]), _whole(record["generation"]), _lineage(record["lineage"]),
             _tag(record["gradient"]), _update(record["last"]),
-            _cost(record["cost"]),
+            _cost(record["cost"]), _part(record.get("part")), _optional(record.get("cut")),
         )  # fmt: skip
 
 
@@ -82,6 +95,7 @@ class Record:
     fresh: frozenset[str] = frozenset()  # the members that receive the state
     costs: tuple[Cost | None, ...] = ()  # by rank, where known; they determine the shares
     is_last: bool = False  # too few ranks are left: save the state, and stop
+    lost: str = ""  # which ranks owned a part of the state that no member holds any more, in words; the base is None
 
     @property
     def donors(self) -> tuple[str, ...]:
@@ -99,7 +113,7 @@ class Record:
             int(record["generation"]), tuple(map(str, record["roster"])), _lineage(record["base"]),
             _update(record["last"]), frozenset(map(str, record["fresh"])),
             tuple(map(_cost, record["costs"])),
-            bool(record["is_last"]),
+            bool(record["is_last"]), str(record.get("lost", "")),
         )  # fmt: skip
 
 
@@ -112,9 +126,9 @@ def decide(
 ) -> Record:
     """The generation after `newest`, from the reports of its surviving members and the newcomers.
 
-    `order` gives a sort key for each incarnation; ranks follow it. A member that has not reported for exactly this
+    `order` gives the slot of each incarnation; ranks follow it. A member that has not reported for exactly this
     generation has no place in the next, except as a newcomer. Raises SplitBrainError if two states are equally long
-    but differ, ValueError if no member would be left.
+    but differ or if the reported parts contradict each other, ValueError if no member would be left.
     """
     voters = {name: reports[name] for name in newest.roster if name in reports}
     voters = {name: report for name, report in voters.items() if report.generation == newest.generation}
@@ -127,7 +141,62 @@ def decide(
         return replace(record, fresh=frozenset(roster))
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
+    _check_parts([voters[name] for name in holders])
+    survivors, missing = _whole_state({name: voters[name] for name in survivors})
+    if missing:
+        gone = [order[name] for name in newest.roster if name not in survivors]
+        return replace(record, fresh=frozenset(roster), lost=_in_words(gone, missing))
     return replace(record, base=base, last=last, fresh=frozenset(roster) - survivors)
+
+
+def is_whole(reports: Collection[Report]) -> bool:
+    """Whether members with the same lineage hold all of the state together; a replica does so alone."""
+    return bool(reports) and not _whole_state({report.incarnation: report for report in reports})[1]
+
+
+def _whole_state(reports: Mapping[str, Report]) -> tuple[set[str], float]:
+    """Of members with the same lineage: those whose parts are of one cut, and the fraction of the state that they lack.
+
+    The parts of one cut are disjoint, so they can be added up. Parts of two cuts overlap, and so cannot: while a
+    generation forms, some members may have exchanged their parts already and others not. Then one cut has to be whole.
+    A member that owns nothing fits any cut.
+    """
+    total = next((report.part[1] for report in reports.values() if report.part is not None), None)
+    if total is None:
+        return set(reports), 0.0
+    owned = _owned_by_cut(reports.values())
+    best = max(owned, key=lambda cut: (owned[cut], cut))
+    fit = {name for name, one in reports.items() if one.cut_by == best or (one.part is not None and not one.part[0])}
+    return fit, (total - owned[best]) / total
+
+
+def _owned_by_cut(reports: Collection[Report]) -> Counter[int]:
+    """The elements that these members own together, by the generation that cut the state."""
+    owned = Counter[int]()
+    for report in reports:
+        owned[report.cut_by] += 0 if report.part is None else report.part[0]
+    return owned
+
+
+def _check_parts(reports: Sequence[Report]) -> None:
+    """Raise SplitBrainError if the parts cannot be those of one state."""
+    totals = {None if report.part is None else report.part[1] for report in reports}
+    most = max(_owned_by_cut(reports).values())
+    if len(totals) > 1 or any(total is not None and most > total for total in totals):
+        sides = ", ".join(f"{report.incarnation}: {report.part} of cut {report.cut_by}" for report in reports)
+        raise SplitBrainError(
+            f"the ranks contradict each other about who owns which part of the state ({sides}), so none can be trusted:"
+            " restart from the newest checkpoint, and report this"
+        )
+
+
+def _in_words(ranks: Sequence[int], missing: float) -> str:
+    """The sentence about a lost part of the state; `missing`: as a fraction of the whole."""
+    if not ranks:
+        return f"{100 * missing:.3g} % of the state was on its way to a new owner, and no rank holds it"
+    first = ", ".join(map(str, ranks[:-1]))
+    who = f"ranks {first} and {ranks[-1]}" if first else f"rank {ranks[-1]}"
+    return f"{who} owned {100 * missing:.3g} % of the state, and no other rank holds it"
 
 
 def _longest(reports: Sequence[Report]) -> tuple[Lineage, Update | None]:
@@ -166,6 +235,19 @@ def _lineage(record: Any) -> Lineage | None:
     if not -(2**63) <= lineage.chain < 2**63:
         raise ValueError(f"a chain has 64 bits: {lineage.chain}")
     return lineage
+
+
+def _optional(number: Any) -> int | None:
+    return None if number is None else _whole(number)
+
+
+def _part(record: Any) -> tuple[int, int] | None:
+    if record is None:
+        return None
+    owned, total = map(_whole, record)
+    if not 0 <= owned <= total or total < 1:
+        raise ValueError(f"no part of a state: {owned} of {total} elements")
+    return owned, total
 
 
 def _whole(number: Any) -> int:

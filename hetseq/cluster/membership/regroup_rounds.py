@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hetseq.cluster.membership.decide import Record, Report, decide
+from hetseq.cluster.membership.decide import Record, Report, decide, is_whole
 from hetseq.cluster.rendezvous.leader_election import Standing
 
 Order = dict[str, Any]
@@ -59,6 +59,7 @@ class Generations:
         self._newcomers: list[str] = []  # ready to take part, in order of arrival
         self._expected: set[int] = set()  # slots whose replacement is being started
         self._reports: dict[str, Report] = {}
+        self._donors: dict[str, Report] = {}  # to the newest generation, with what they reported
         self._patience: dict[str, float] = {}  # of members that have answered: deadline for their report
         self._unheard: dict[str, float] = {}  # of members that may lack the newest record: deadline to acknowledge it
         self._began_s: float | None = None  # of the open round
@@ -212,12 +213,12 @@ class Generations:
         return wait_until_s if self._is_waiting_for_more and wait_until_s > now_s else now_s + 60.0
 
     def _leave_the_deaf(self, now_s: float) -> None:
-        """Begin a round without the members that did not acknowledge the newest record in time, if one of the others
-        holds the state. If none does, wait: a silent member may have the record, and would train on separately.
+        """Begin a round without the members that did not acknowledge the newest record in time, if the others hold the
+        state. If they do not, wait: a silent member may have the record, and would train on separately.
         """
         deaf = [name for name, until_s in self._unheard.items() if now_s >= until_s]
         hearing = set(self.members) - self._unheard.keys()
-        has_state = not self.newest.donors or not hearing.isdisjoint(self.newest.donors)
+        has_state = not self._donors or is_whole([report for name, report in self._donors.items() if name in hearing])
         if not (deaf and hearing and has_state):
             return
         for name in deaf:
@@ -251,7 +252,7 @@ class Generations:
         for name in self._missing():
             self._fence(name)
         self._drop_the_unreachable()
-        has_state = any(report.lineage is not None for report in self._reports.values())
+        has_state = self._has_state()
         if self._has_finished and not has_state:
             return
         if not has_state and self._expected:
@@ -265,6 +266,12 @@ class Generations:
         if not (self._reports or self._newcomers) or (is_last and not is_late):
             return
         self._close(now_s, is_last=is_last)
+
+    def _has_state(self) -> bool:
+        """Whether the members that have reported hold a state together."""
+        if not self._reports:
+            return False
+        return decide(self.newest, self._reports, self._newcomers, order=self.slots).base is not None
 
     def _fence(self, name: str) -> None:
         self._has_lost = True
@@ -305,6 +312,7 @@ class Generations:
         self._has_lost = False
         record = decide(self.newest, self._reports, self._newcomers, order=self.slots)
         self.newest = replace(record, is_last=is_last)
+        self._donors = {name: self._reports[name] for name in record.donors}
         self._reports, self._newcomers, self._began_s, self._has_wished = {}, [], None, False
         self._unheard = dict.fromkeys(record.roster, now_s + HEARD_S)
         for name in record.roster:

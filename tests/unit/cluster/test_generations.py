@@ -184,6 +184,17 @@ def test_the_only_one_with_a_state_is_not_left_out_however_deaf_it_is(workers: i
     assert rounds.wait(10 * HEARD_S) == []
 
 
+@pytest.mark.parametrize(("parts", "is_left_out"), [(((5, 8), (3, 8)), False), (((8, 8), (0, 8)), True)])
+def test_a_deaf_owner_is_not_left_out_as_long_as_its_part_is_nowhere_else(
+    parts: tuple[tuple[int, int], ...], is_left_out: bool
+) -> None:
+    rounds = Rounds(2, deaf={1})
+    for slot, part in enumerate(parts):
+        rounds.report(slot, part=part)
+    assert rounds.those.newest.donors == ("0.0", "1.0")
+    assert kinds(rounds.wait(HEARD_S + 0.1))[:1] == ([("1.0", "fence")] if is_left_out else [])
+
+
 def test_who_answers_is_waited_for_as_long_as_it_says() -> None:
     rounds = Rounds()
     rounds.report(0, 1)
@@ -356,6 +367,21 @@ def test_without_a_state_all_replacements_are_waited_for_since_all_begin_at_the_
     told = rounds.arrive(2)
     assert rosters(told) == {("0.1", "1.1", "2.1")}
     assert Record.from_record(told[0][1]["record"]).base is None
+
+
+def test_without_a_part_of_the_state_all_replacements_are_waited_for_too() -> None:
+    """In the memory of its node lies the newest image of the part, and only a process there can read it."""
+    rounds = Rounds()
+    rounds.end(2, is_restarting=True)
+    assert rosters(rounds.report(0, 1, part=(3, 8))) == set()
+    told = rounds.arrive(2)
+    assert rosters(told) == {("0.0", "1.0", "2.1")}
+    record = Record.from_record(told[0][1]["record"])
+    assert (record.base, record.donors) == (None, ())
+    assert record.lost == "rank 2 owned 25 % of the state, and no other rank holds it"
+    nothing_lost = Rounds()
+    nothing_lost.end(2, is_restarting=True)
+    assert rosters(nothing_lost.report(0, 1, part=(4, 8))) == {("0.0", "1.0")}
 
 
 def test_a_replacement_that_never_comes_is_not_waited_for_for_ever() -> None:
@@ -688,6 +714,13 @@ def test_nobody_begins_anew_when_somebody_has_done_all_there_was_to_do() -> None
     rounds = Rounds(2)
     rounds.arrive(2)
     rounds.end(1)
+    rounds.those.finished("0.0")
+    assert rosters(rounds.wait(100.0)) == set()
+
+
+def test_nobody_begins_anew_when_an_owner_has_done_all_there_was_to_do() -> None:
+    rounds = Rounds()
+    rounds.report(1, 2, part=(2, 8))
     rounds.those.finished("0.0")
     assert rosters(rounds.wait(100.0)) == set()
 

@@ -3,7 +3,8 @@
 The stories are the rules of docs/design/membership.md and the counterexamples to protocols that lack one. The search
 takes a small model of workers through all interleavings of steps, crashes, stops, wrong suspicions and restarts, asks
 the real `decide` for every record, and looks whether an update is ever doubled, lost or made from a wrong gradient. A
-`decide` without one of its rules has to be caught by it, or by a story.
+`decide` without one of its rules has to be caught by it, or by a story. With owners every worker of the model
+holds some elements of the state, cut anew in every generation, and those who hold a base must have all of it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Story(NamedTuple):
     last: History | None = None  # the update that made the base is its last one
     newcomers: str = ""
     newest: Record = Record(0, ("A", "B", "C"))
+    lost: str = ""
 
     def tell(self, rule: Rule) -> Record:
         reports = {report.incarnation: report for report in self.reports}
@@ -86,6 +88,7 @@ class Story(NamedTuple):
         return Record(
             self.newest.generation + 1, tuple(self.roster), None if self.base is None else lineage(self.base),
             None if self.last is None else updated(self.last), frozenset(self.fresh), (None,) * len(self.roster),
+            lost=self.lost,
         )  # fmt: skip
 
     def is_told_by(self, rule: Rule) -> bool:
@@ -171,6 +174,48 @@ STORIES = {
     "the longest history counts, however few hold it": Story(
         (holds("A", NONE), holds("B", NONE), made("C", ONE)), "ABC", ONE, fresh="AB", last=ONE
     ),
+    "the owners are all here": Story(
+        (made("A", ONE, part=(5, 8)), holds("B", NONE, GRADIENT, part=(2, 8)), made("C", ONE, part=(1, 8))),
+        "ABC", ONE, last=ONE,
+    ),
+    "an owner is gone and its part with it, so all begin from the newest checkpoint": Story(
+        (made("A", ONE, part=(5, 8)), made("C", ONE, part=(1, 8))),
+        "ACD", None, fresh="ACD", newcomers="D", lost="rank 1 owned 25 % of the state, and no other rank holds it",
+    ),
+    "two owners are gone, and one that owned nothing is left": Story(
+        (holds("B", NONE, GRADIENT, part=(0, 3)),),
+        "B", None, fresh="B", lost="ranks 0 and 2 owned 100 % of the state, and no other rank holds it",
+    ),
+    "who owned nothing is gone, and a newcomer has no part: nothing is lost": Story(
+        (made("A", ONE, part=(5, 8)), made("B", ONE, part=(3, 8))), "ABD", ONE, fresh="D", last=ONE, newcomers="D"
+    ),
+    "an owner without the gradient of the update that the others made has lost its part": Story(
+        (made("A", ONE, part=(6, 8)), holds("B", NONE, part=(2, 8)), made("C", ONE, part=(0, 8))),
+        "ABC", None, fresh="ABC", lost="rank 1 owned 25 % of the state, and no other rank holds it",
+    ),
+    "who waits for its part holds none, and its report says none": Story(
+        (holds("A", ONE, part=(8, 8)), holds("B", None), holds("C", ONE, part=(0, 8))), "ABC", ONE, fresh="B"
+    ),
+    "one owner has its new part and another one still the old: what is in neither cut is lost": Story(
+        (holds("B", ONE, generation=1, part=(4, 8)), holds("C", ONE, generation=1, part=(4, 8), cut=0)),
+        "BC", None, fresh="BC", newest=AFTER, lost="rank 2 owned 50 % of the state, and no other rank holds it",
+    ),
+    "one owner has its new part, and another one that is to get its first has nothing yet": Story(
+        (holds("B", ONE, generation=1, part=(4, 8)), holds("C", ONE, generation=1, part=(0, 8), cut=0)),
+        "BC", None, fresh="BC", newest=AFTER,
+        lost="50 % of the state was on its way to a new owner, and no rank holds it",
+    ),
+    "nobody has a new part yet, and the old ones are all there": Story(
+        (holds("B", ONE, generation=1, part=(4, 8), cut=0), holds("C", ONE, generation=1, part=(4, 8), cut=0)),
+        "BC", ONE, newest=AFTER,
+    ),
+    "the new parts are all there: who still has one of the old ones is given the state, who owns nothing is not": Story(
+        (
+            holds("A", ONE, generation=1, part=(8, 8)), holds("B", ONE, generation=1, part=(4, 8), cut=0),
+            holds("C", ONE, generation=1, part=(0, 8), cut=0),
+        ),
+        "ABC", ONE, fresh="B", newest=Record(1, ("A", "B", "C"), lineage(NONE)),
+    ),
 }  # fmt: skip
 
 
@@ -191,6 +236,21 @@ def test_two_states_of_one_length_and_different_history_stop_the_run() -> None:
     assert decide(Record(0, ("A", "B", "C")), longer, order=ORDER).fresh == {"A", "B"}
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"A": {"part": (8, 8)}, "B": {}},  # one is a replica
+        {"A": {"part": (4, 8)}, "B": {"part": (4, 9)}},
+        {"A": {"part": (5, 8)}, "B": {"part": (4, 8)}},  # some element has two owners
+    ],
+    ids=["with a replica", "other totals", "too much"],
+)
+def test_parts_that_cannot_be_those_of_one_state_stop_the_run(parts: dict[str, dict[str, Any]]) -> None:
+    reports = {name: made(name, ONE, **facts) for name, facts in parts.items()}
+    with pytest.raises(SplitBrainError, match=r"contradict each other .*A: \(\d, 8\) of cut 0, B: .*newest checkpoint"):
+        decide(Record(0, ("A", "B", "C")), reports, order=ORDER)
+
+
 def test_nobody_left_is_no_generation() -> None:
     with pytest.raises(ValueError, match="no member is left after generation 3"):
         decide(Record(3, ("A",)), {"A": holds("A", ONE, generation=2)}, order=ORDER)
@@ -209,15 +269,16 @@ def test_ranks_follow_the_slots_whoever_comes_first_and_bring_what_their_shares_
 # JSON.
 
 FULL = Report(
-    "3.1", 4, Lineage(7, -(2**63)), Tag(8, 4, 1), Update(Tag(7, 4, 0), SKIP, "cm93cw=="), Cost(0.25, 1e-3, 7, 0.5, 4)
-)
+    "3.1", 4, Lineage(7, -(2**63)), Tag(8, 4, 1), Update(Tag(7, 4, 0), SKIP, "cm93cw=="), Cost(0.25, 1e-3, 7, 0.5, 4),
+    (2**40, 2**41), 3,
+)  # fmt: skip
 RECORD = Record(
     5, ("0.0", "3.1", "2.0"), Lineage(7, 2**63 - 1), FULL.last, frozenset({"3.1", "2.0"}),
-    (Cost(0.25, 1e-3), None, None), is_last=True,
+    (Cost(0.25, 1e-3), None, None), is_last=True, lost="rank 1 owned 25 % of the state",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("report", [FULL, Report("0.0", 0), replace(FULL, gradient=None, cost=None)])
+@pytest.mark.parametrize("report", [FULL, Report("0.0", 0), replace(FULL, gradient=None, cost=None, part=(0, 1))])
 def test_a_report_comes_out_of_json_as_it_went_in(report: Report) -> None:
     assert Report.from_record(json.loads(json.dumps(report.to_record()))) == report
 
@@ -225,6 +286,13 @@ def test_a_report_comes_out_of_json_as_it_went_in(report: Report) -> None:
 @pytest.mark.parametrize("record", [RECORD, Record(0, ("0.0",)), replace(RECORD, fresh=frozenset(), last=None)])
 def test_a_record_comes_out_of_json_as_it_went_in(record: Record) -> None:
     assert Record.from_record(json.loads(json.dumps(record.to_record()))) == record
+
+
+def test_what_a_version_without_parts_has_written_is_read() -> None:
+    report = {key: value for key, value in FULL.to_record().items() if key not in ("part", "cut")}
+    assert Report.from_record(report) == replace(FULL, part=None, cut=None)
+    record = {key: value for key, value in RECORD.to_record().items() if key != "lost"}
+    assert Record.from_record(record) == replace(RECORD, lost="")
 
 
 HOSTILE = [
@@ -261,6 +329,17 @@ def test_what_is_no_record_is_refused(change: dict[str, Any]) -> None:
         Record.from_record({**RECORD.to_record(), **change})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"part": part} for part in (5, [], [1], [1, 2, 3], ["x", 1], [None, 1], [-1, 4], [5, 4], [0, 0], [0.5, 4], {})]
+    + [{"cut": "x"}, {"cut": []}, {"cut": 0.5}],
+    ids=str,
+)
+def test_what_is_no_part_is_refused_with_an_error_that_the_hub_expects(change: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Report.from_record({**FULL.to_record(), **change})
+
+
 # FAULT: a chain is 64 bits; a longer one is taken in, and raises OverflowError later, in the middle of `decide`.
 def test_a_chain_of_more_than_64_bits_is_refused_where_it_comes_in() -> None:
     with pytest.raises(ValueError):
@@ -274,15 +353,35 @@ class Broken(Exception):
     """What must hold does not."""
 
 
+class Part(NamedTuple):
+    """What a worker owns, and the generation that has cut the state so."""
+
+    cut: int
+    elements: frozenset[int]
+
+
+ALL = frozenset(range(4))
+
+
+def cut(generation: int, roster: tuple[str, ...], name: str) -> Part:
+    """Of each generation another one; of three workers, one owns nothing."""
+    turned = [*roster[generation % len(roster) :], *roster[: generation % len(roster)]]
+    owners = turned if len(turned) < 3 else turned[:-1]
+    return Part(generation, frozenset(one for one in ALL if owners[one % len(owners)] == name))
+
+
 class Worker(NamedTuple):
     name: str  # slot and how often it was started: "1.0"
     status: str = "up"  # stopped, dead
-    phase: str = "computing"  # reducing, committing, done; frozen, newcomer; fresh: it waits for the state
+    #: reducing, committing, done; frozen, newcomer; fresh: it waits for the state; with owners also forming: it has the
+    #: part of before, and handed: it has its new part as well
+    phase: str = "computing"
     generation: int = 0  # the newest record that it has adopted
     history: History | None = ()
     attempt: int = 0
     held: tuple[int, int, int] | None = None  # whole, and of a step that it has not seen the end of
     last: tuple[int, int, int, int] | None = None  # made by itself in this generation
+    part: Part | None = None  # of its history; None: everything
 
 
 class Formed(NamedTuple):
@@ -306,7 +405,7 @@ class Budget(NamedTuple):
 class State(NamedTuple):
     workers: tuple[Worker, ...]  # by slot
     records: tuple[Formed, ...]
-    heard: frozenset[tuple[str, int, Any, Any, Any]]  # reports: name, generation, history, held, last
+    heard: frozenset[tuple[str, int, Any, Any, Any, Any]]  # reports: name, generation, history, held, last, part
     given: frozenset[tuple[Any, ...]]  # contributions: generation, step, attempt, what, name, payload
     budget: Budget
 
@@ -318,15 +417,17 @@ class Move(NamedTuple):
 
 
 TRAINING = ("computing", "reducing", "committing", "done", "fresh")
+HANDING = ("forming", "handed")
 
 
-def beginning(workers: int, budget: Budget) -> State:
+def beginning(workers: int, budget: Budget, *, has_owners: bool) -> State:
     names = tuple(f"{slot}.0" for slot in range(workers))
-    return State(tuple(map(Worker, names)), (Formed(names, ()),), frozenset(), frozenset(), budget)
+    first = (Worker(name, part=cut(0, names, name) if has_owners else None) for name in names)
+    return State(tuple(first), (Formed(names, ()),), frozenset(), frozenset(), budget)
 
 
-def report_of(worker: Worker) -> tuple[str, int, Any, Any, Any]:
-    return worker.name, worker.generation, worker.history, worker.held, worker.last
+def report_of(worker: Worker) -> tuple[str, int, Any, Any, Any, Any]:
+    return worker.name, worker.generation, worker.history, worker.held, worker.last, worker.part
 
 
 @cache
@@ -338,8 +439,9 @@ def formed(
         name: holds(
             name, history, held, generation=generation,
             last=None if last is None else Update(Tag(*last[:3]), Verdict(last[3]), "rows"),
+            part=None if part is None else (len(part.elements), len(ALL)), cut=None if part is None else part.cut,
         )
-        for name, generation, history, held, last in sorted(heard, key=lambda report: report[1])
+        for name, generation, history, held, last, part in sorted(heard, key=lambda report: report[1])
     }  # fmt: skip
     record = Record(
         number, newest.roster, None if newest.base is None else lineage(newest.base), None, newest.fresh
@@ -355,17 +457,39 @@ def formed(
     if found.last is not None:
         tag = found.last.tag
         last = tag.step, tag.generation, tag.attempt, int(found.last.verdict)
-    voters = [(history, name) for name, of, history, *_ in heard if of == number and name in newest.roster]
-    if max((len(history or ()) for history, _ in voters), default=0) > len(base or ()):
+    voters = [report for report in heard if report[1] == number and report[0] in newest.roster]
+    longest = max((report[2] for report in voters if report[2] is not None), key=len, default=None)
+    if longest is not None and base is None and not any(map(is_complete, parts_of(voters, longest))):
+        assert found.lost
+        return Formed(found.roster, None, None, found.fresh)
+    if len(longest or ()) > len(base or ()):
         raise Broken("an update is forgotten that somebody has made who reports")
     return Formed(found.roster, base, last, found.fresh)
+
+
+def parts_of(voters: Collection[Any], history: History) -> list[list[Part | None]]:
+    """Of those who hold this history or can make its last update, by cut."""
+    parts = collections.defaultdict[int, list[Part | None]](list)
+    for _, _, known, held, _, part in voters:
+        can_make = history and known == history[:-1] and (history[-1][3] == SKIP or held == history[-1][:3])
+        if known == history or can_make:
+            parts[-1 if part is None else part.cut].append(part)
+    return list(parts.values())
+
+
+def is_complete(parts: Collection[Part | None]) -> bool:
+    """Whether nothing of the state is in other hands."""
+    return None in parts or frozenset[int]().union(*(part.elements for part in parts if part is not None)) == ALL
 
 
 class Search:
     """All that may happen to some workers under a rule; `steps` is how many they train."""
 
-    def __init__(self, rule: Rule = decide, *, workers: int, steps: int, budget: Budget) -> None:
-        self.rule, self.steps, self.first = rule, steps, beginning(workers, budget)
+    def __init__(
+        self, rule: Rule = decide, *, workers: int, steps: int, budget: Budget, has_owners: bool = False
+    ) -> None:
+        self.rule, self.steps, self.has_owners = rule, steps, has_owners
+        self.first = beginning(workers, budget, has_owners=has_owners)
 
     def moves(self, state: State) -> Iterator[Move]:
         for slot, worker in enumerate(state.workers):
@@ -424,10 +548,12 @@ class Search:
             yield self._see_commit(state, slot, worker, votes)
         elif worker.phase == "fresh":
             yield from self._receive(state, slot, worker)
+        elif worker.phase in HANDING:
+            yield from self._hand_over(state, slot, worker)
         elif worker.phase == "frozen" and report_of(worker) not in state.heard:
             heard = frozenset(one for one in state.heard if one[0] != worker.name) | {report_of(worker)}
             yield self._move(state, slot, worker, f"is heard: {report_of(worker)[1:]}", heard=heard)
-        if worker.phase in TRAINING and self._misses_somebody(state, worker):
+        if worker.phase in (*TRAINING, *HANDING) and self._misses_somebody(state, worker):
             yield self._move(state, slot, worker._replace(phase="frozen"), f"freezes while {worker.phase}")
         if worker.phase in ("frozen", "newcomer") and newest > worker.generation:
             yield from self._adopt(state, slot, worker, newest)
@@ -485,7 +611,9 @@ class Search:
     def _receive(self, state: State, slot: int, worker: Worker) -> Iterator[Move]:
         record = state.records[worker.generation]
         if record.base is None:
-            yield self._move(state, slot, self._begin(worker._replace(history=())), "loads the checkpoint")
+            part = cut(worker.generation, record.roster, worker.name) if self.has_owners else None
+            loaded = self._begin(worker._replace(history=(), part=part))
+            yield self._move(state, slot, loaded, "loads the checkpoint")
         for donor in state.workers:
             is_there = donor.status == "up" and donor.generation == worker.generation and donor.phase in TRAINING
             if is_there and donor.name not in record.fresh:
@@ -494,16 +622,40 @@ class Search:
                 after = self._begin(worker._replace(history=donor.history))
                 yield self._move(state, slot, after, f"is given the state by {donor.name}")
 
+    def _hand_over(self, state: State, slot: int, worker: Worker) -> Iterator[Move]:
+        """Each is given its new part by those who have the old ones, and drops its own old one when all have theirs."""
+        record = state.records[worker.generation]
+        here = [one for one in state.workers if one.generation == worker.generation and one.name in record.roster]
+        if {one.name for one in here} != set(record.roster) or any(one.phase in ("frozen", "newcomer") for one in here):
+            return
+        if worker.phase == "forming":
+            donors = [one for one in here if one.name not in record.fresh]
+            if any(one.history != record.base for one in donors):
+                raise Broken("a donor does not hold the state that it is to give")
+            if not is_complete([one.part for one in donors]):
+                raise Broken("a part of the base is in nobody's hands")
+            yield self._move(state, slot, worker._replace(phase="handed"), "has its part")
+        elif all(one.phase != "forming" for one in here):
+            part = cut(worker.generation, record.roster, worker.name)
+            yield self._move(
+                state, slot, self._begin(worker._replace(history=record.base, part=part)), "drops its old part"
+            )
+
     def _adopt(self, state: State, slot: int, worker: Worker, newest: int) -> Iterator[Move]:
         record = state.records[newest]
         told = f"enters generation {newest}"
         begun = worker._replace(generation=newest, attempt=0, held=None, last=None)
         if worker.name not in record.roster:
             if worker.phase == "frozen":
-                outside = begun._replace(phase="newcomer", history=None)
+                outside = begun._replace(phase="newcomer", history=None, part=None)
                 yield self._move(state, slot, outside, f"is not in generation {newest}")
         elif worker.name in record.fresh:
-            yield self._move(state, slot, begun._replace(phase="fresh", history=None), f"{told} without a state")
+            phase = "fresh" if record.base is None or not self.has_owners else "forming"
+            empty = begun._replace(phase=phase, history=None, part=None)
+            yield self._move(state, slot, empty, f"{told} without a state")
+        elif self.has_owners:
+            kept = self._caught_up(worker, record)._replace(phase="forming", generation=newest, attempt=0)
+            yield self._move(state, slot, kept._replace(held=None, last=None), told)
         else:
             yield self._move(state, slot, self._begin(self._caught_up(worker, record)._replace(
                 generation=newest, last=None)), told)  # fmt: skip
@@ -757,6 +909,27 @@ def and_with_outsiders(rule: Rule) -> Rule:
     return both
 
 
+def without_parts(newest: Record, reports: Mapping[str, Report], *rest: Any, **options: Any) -> Record:
+    """Who holds a part of a state holds it."""
+    return decide(newest, {name: replace(one, part=None) for name, one in reports.items()}, *rest, **options)
+
+
+def without_the_cut(newest: Record, reports: Mapping[str, Report], *rest: Any, **options: Any) -> Record:
+    """Parts are added up, whichever generation has cut them."""
+    try:
+        return decide(newest, {name: replace(one, cut=0) for name, one in reports.items()}, *rest, **options)
+    except SplitBrainError:  # more than all
+        return decide(newest, reports, *rest, **options)
+
+
+def without_small_parts(newest: Record, reports: Mapping[str, Report], *rest: Any, **options: Any) -> Record:
+    """If an owner is lost, so is the state, though it owned nothing."""
+    record = decide(newest, reports, *rest, **options)
+    if set(newest.roster) <= set(record.roster):
+        return record
+    return replace(record, base=None, last=None, fresh=frozenset(record.roster), lost="something")
+
+
 NEEDS_THE_SILENT: set[Rule] = {without_a_report}
 
 
@@ -794,6 +967,42 @@ def test_long_histories_with_many_faults_end_with_every_step_made_once(walks: in
     assert [word for word in words if told[word] < walks / 10] == [], "or they would not have been where faults are"
 
 
+@pytest.mark.parametrize(
+    ("workers", "steps", "budget", "least"),
+    [
+        (2, 2, Budget(faults=1, restarts=1), 1000),
+        (3, 1, Budget(faults=1), 5000),
+        (2, 1, Budget(faults=2, restarts=1), 5000),
+        pytest.param(2, 2, Budget(faults=2, restarts=1), 50_000, marks=pytest.mark.slow),
+        pytest.param(3, 1, Budget(faults=1, restarts=1), 10_000, marks=pytest.mark.slow),
+        pytest.param(3, 1, Budget(faults=2), 200_000, marks=pytest.mark.nightly),
+    ],
+)
+def test_owners_may_die_at_every_point_and_a_base_is_whole_or_taken_back(
+    workers: int, steps: int, budget: Budget, least: int
+) -> None:
+    """`formed` sees that it is never lost while those who hold it have all of it, `_hand_over` that they have."""
+    told = set[str]()
+    search = Search(workers=workers, steps=steps, budget=budget, has_owners=True)
+    assert search.exhaust(lambda move: told.add(move.told.partition(" ")[2])) > least
+    assert {"dies", "loads the checkpoint", "has its part", "drops its old part"} <= told
+    if budget.faults > 1:  # one opens the round in which the other one strikes
+        assert {"freezes while forming", "freezes while handed"} <= told
+
+
+@pytest.mark.parametrize(
+    "walks", [100, pytest.param(1000, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.nightly)]
+)
+def test_long_histories_with_owners_end_with_every_step_made_once(walks: int) -> None:
+    told = collections.Counter[str]()
+    for seed in range(walks):
+        budget = Budget(faults=3, restarts=2, non_finite=1, redo=1)
+        search = Search(workers=2 + seed % 3, steps=3, budget=budget, has_owners=True)
+        told.update(word for event in search.wander(random.Random(seed)) for word in event.split())
+    words = ("dies", "stopped", "wakes", "freezes", "enters", "REDO", "SKIP", "drops", "loads", "forming")
+    assert [word for word in words if told[word] < walks / 10] == []
+
+
 def test_who_joins_costs_nobody_a_step() -> None:
     search = Search(workers=3, steps=3, budget=Budget(faults=0))
     newcomer = Worker("2.1", phase="newcomer", history=None)
@@ -808,7 +1017,8 @@ def test_who_joins_costs_nobody_a_step() -> None:
 MUTANTS = [
     without_the_longest_base, without_the_verdict, without_the_step_of_a_skip, without_a_report, without_the_tag,
     without_the_gradient, without_the_history, without_the_generation, without_the_roster, without_incarnations,
-    without_anybody_fresh, without_survivors, without_the_order_of_slots,
+    without_anybody_fresh, without_survivors, without_the_order_of_slots, without_parts, without_the_cut,
+    without_small_parts,
 ]  # fmt: skip
 
 
@@ -852,3 +1062,23 @@ def test_without_one_of_its_rules_a_history_goes_wrong(mutant: Rule, what: str) 
         return False
 
     assert any(goes_wrong(seed) for seed in range(500))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "what"),
+    [
+        (without_parts, "in nobody's hands"),
+        (without_the_cut, "in nobody's hands"),
+        (without_small_parts, "is forgotten"),
+    ],
+)
+def test_without_one_of_the_rules_of_parts_a_history_goes_wrong(mutant: Rule, what: str) -> None:
+    def goes_wrong(seed: int) -> bool:
+        search = Search(mutant, workers=2 + seed % 2, steps=2, budget=Budget(faults=2, restarts=1), has_owners=True)
+        try:
+            search.wander(random.Random(seed), most=150)
+        except Broken as broken:
+            return what in str(broken).splitlines()[-1]
+        return False
+
+    assert any(goes_wrong(seed) for seed in range(1000))
