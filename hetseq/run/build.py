@@ -354,6 +354,7 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
     else:
         start.saver.best = start.state.best
     if reports.replicas is not None and job.is_first:
+        controller.replica.reducer.gather()
         reports.replicas.check(start.state.position.step - 1, (1,) * job.group.world_size)
 
 
