@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from hetseq.checkpoint.retention import Retention
     from hetseq.checkpoint.selection import Skipped, choose, used_instead
     from hetseq.checkpoint.sync_save import SaveResult
-    from hetseq.checkpoint.tensor_slices import TensorSlice
+    from hetseq.checkpoint.tensor_slices import Held, TensorSlice
     from hetseq.checkpoint.verification import Inspected, inspect, verify
 
 _HOMES = {
     "CheckpointManager": "manager",
     "CheckpointOptions": "manager",
     "Commit": "records",
+    "Held": "tensor_slices",
     "Identity": "records",
     "Inspected": "verification",
     "Loaded": "load",
@@ -58,6 +59,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointOptions",
     "Commit",
+    "Held",
     "Identity",
     "Inspected",
     "Loaded",
