@@ -191,6 +191,7 @@ class OwnedGradients:
         while self._sent < len(self._units):
             self._send_next()
         if self._is_silent:
+            self._show_own()
             return
         self._await_gathers()  # an owner may change its slice only after all others have read it
         for unit in self._units:
@@ -199,6 +200,12 @@ class OwnedGradients:
                 own = unit.total[place]
                 own = own if own.dtype == fragment.owned.dtype else own.to(fragment.owned.dtype)
                 fragment.owned.grad = own.as_strided(fragment.owned.shape, fragment.owned.stride())
+
+    def _show_own(self) -> None:
+        """Set `.grad` of the model's parameters to this rank's own gradients, which nobody else gets."""
+        for index in np.flatnonzero(self.used).tolist():
+            parameter, view = self.parameters[index], self._view(index)
+            parameter.grad = view if view is None or view.dtype == parameter.dtype else view.to(parameter.dtype)
 
     @contextmanager
     def without_sending(self) -> Iterator[None]:
@@ -319,7 +326,7 @@ class OwnedGradients:
     def _send_next(self) -> None:
         unit = self._units[self._sent]
         is_giver = self._group.rank in self._active
-        for index in unit.indices:
+        for index in () if self._is_silent else unit.indices:
             self.parameters[index].grad = None
         if is_giver and not self._is_silent:
             for index in unit.indices:

@@ -146,6 +146,10 @@ class Replica:
                     live.copy_(tensors[name])
         self.buffers.renew()
 
+    def is_owner(self, rank: int) -> bool:
+        """Whether a rank owns a part of the state that no other rank has."""
+        return isinstance(self.reducer, OwnedGradients) and self.reducer.ownership.owned_by(rank) > 0
+
     def take_over_parts(self, group: Group) -> int:
         """Move the parts of the state to the owners of a new generation; the bytes of state that this rank got.
 
