@@ -77,7 +77,7 @@ class OwnedGradients:
         `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
         owner. Sums have the type `dtype` (default: that of the parameters).
         """
-        self.parameters, self._group, self._dtype = list(parameters), group, dtype
+        self.parameters, self.rank, self._group, self._dtype = list(parameters), group.rank, group, dtype
         self.exchange: SliceExchange = group.slices(self.parameters[0].device)
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self.parameters), np.bool_)
         self._units = [
@@ -91,6 +91,7 @@ class OwnedGradients:
             )
             for unit in self._units
         ]
+        self.fractions = tuple(fractions)
         self.ownership: Ownership = cut(sizes, fractions)
         for unit, bounds in zip(self._units, self.ownership.bounds, strict=True):
             self._divide(unit, bounds, cuts_tensors)

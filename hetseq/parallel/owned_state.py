@@ -40,6 +40,7 @@ class OwnedState:
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
         #: what this rank held by earlier cuts, until the state has moved
         self.earlier: dict[int, Held] = {}
+        self.fraction = 0.0  # of the state, in relation to those of other ranks
         self.cut = 0  # the generation that cut the state as it is held
         self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements
         _refuse_hidden_parameters(optimizer, self.names)
@@ -134,7 +135,7 @@ class OwnedState:
                 for key, value in state[index].items()
             }
         self.fragments = {self.names[fragment.parameter]: fragment for fragment in own.values()}
-        self.cut, self.earlier = cut, {}
+        self.cut, self.earlier, self.fraction = cut, {}, reducer.fractions[reducer.rank]
         self.part = sum(one.end - one.begin for one in own.values()), reducer.ownership.total
 
 
