@@ -106,6 +106,7 @@ class OwnedGradients:
         self._active: Sequence[int] = ()  # the ranks that compute samples in this step
         self._whole: set[int] = set()  # the ranks whose copies are up to date
         self._gathers: list[Transfer] = []
+        self._counted = (0, 0)  # bytes sent and received at the last call of `traffic`
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
             for index, parameter in enumerate(self.parameters)
@@ -130,6 +131,12 @@ class OwnedGradients:
     @property
     def layout_digest(self) -> int:
         return self.ownership.digest()
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that this rank has sent to others and received since the last call."""
+        now = self.exchange.sent_bytes, self.exchange.received_bytes
+        before, self._counted = self._counted, now
+        return now[0] - before[0], now[1] - before[1]
 
     # parameters
 

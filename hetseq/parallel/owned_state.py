@@ -44,6 +44,7 @@ class OwnedState:
         self.cut = 0  # the generation that cut the state as it is held
         self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements
         _refuse_hidden_parameters(optimizer, self.names)
+        self._counted = (0, 0)  # parameters whose state has begun, and what `bytes` found then
         #: whether parameters may be cut anywhere
         self.is_elementwise = is_elementwise(optimizer)
 
@@ -60,6 +61,19 @@ class OwnedState:
             )
             for one in self.fragments.values()
         }
+
+    def bytes(self) -> int:
+        """Bytes of what this rank owns: parameters, sums of gradients, and the optimizer's state."""
+        begun = len(self.optimizer.state)
+        if self._counted[0] != begun or not begun:  # the first update has begun it since
+            moments = sum(
+                value.nbytes
+                for one in self.fragments.values()
+                for value in self.optimizer.state.get(one.owned, {}).values()
+                if isinstance(value, torch.Tensor)
+            )
+            self._counted = begun, moments + sum(2 * one.owned.nbytes for one in self.fragments.values())
+        return self._counted[1]
 
     def slices(self) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
         """What this rank owns, by the names of a checkpoint: live slices of parameters and moments, and the numbers.
@@ -107,16 +121,16 @@ class OwnedState:
         }
         self._put_in(reducer, state, cut)
 
-    def take_over_(self, reducer: OwnedGradients, group: Group, *, cut: int) -> int:
+    def take_over_(self, reducer: OwnedGradients, group: Group, *, cut: int) -> tuple[int, ...]:
         """Move the state to the owners by the cuts of `reducer`, on all ranks of a generation; a rank that joins holds
-        nothing yet. Returns the bytes of state that this rank got. Collective.
+        nothing yet. Returns the bytes of the optimizer's state that each rank got, (world_size,). Collective.
 
         Nothing is given up unless all ranks have what they own. Raises PeerLostError.
         """
         state, received_bytes = move(self.earlier, reducer, group)
-        group.all_gather_rows(np.zeros(1, np.int64))
+        moved = group.all_gather_rows(np.array([received_bytes], np.int64))  # all ranks have what they own
         self._put_in(reducer, state, cut)
-        return received_bytes
+        return tuple(moved[:, 0].tolist())
 
     def _put_in(self, reducer: OwnedGradients, state: Mapping[int, Mapping[str, Any]], cut: int) -> None:
         groups, own = self.optimizer.param_groups, reducer.own_fragments
@@ -135,6 +149,7 @@ class OwnedState:
                 for key, value in state[index].items()
             }
         self.fragments = {self.names[fragment.parameter]: fragment for fragment in own.values()}
+        self._counted = (0, 0)
         self.cut, self.earlier, self.fraction = cut, {}, reducer.fractions[reducer.rank]
         self.part = sum(one.end - one.begin for one in own.values()), reducer.ownership.total
 

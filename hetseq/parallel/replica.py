@@ -146,17 +146,25 @@ class Replica:
                     live.copy_(tensors[name])
         self.buffers.renew()
 
+    def owned_facts(self) -> dict[str, int]:
+        """What this rank owns and has sent and received since the last call, in bytes; empty for a replica."""
+        if self.owned is None:
+            return {}
+        assert isinstance(self.reducer, OwnedGradients)
+        sent, received = self.reducer.traffic()
+        return {"owned_bytes": self.owned.bytes(), "sent_bytes": sent, "received_bytes": received}
+
     def is_owner(self, rank: int) -> bool:
         """Whether a rank owns a part of the state that no other rank has."""
         return isinstance(self.reducer, OwnedGradients) and self.reducer.ownership.owned_by(rank) > 0
 
-    def take_over_parts(self, group: Group) -> int:
-        """Move the parts of the state to the owners of a new generation; the bytes of state that this rank got.
+    def take_over_parts(self, group: Group) -> tuple[int, ...]:
+        """Move the parts of the state to the owners of a new generation. Collective.
 
-        Collective. Raises PeerLostError.
+        The bytes of the optimizer's state that each rank got, (world_size,); empty for replicas. Raises PeerLostError.
         """
         if self.owned is None:
-            return 0
+            return ()
         assert isinstance(self.reducer, OwnedGradients)
         return self.owned.take_over_(self.reducer, group, cut=group.generation)
 

@@ -91,14 +91,17 @@ class StatusFiles:
         """Whether `write` would write this rank's own file."""
         return self._files[self._rank][0].is_due(now_s)
 
-    def write(self, now_s: float, *, force: bool = False, shares: Sequence[int] | None = None, **fields: Any) -> None:
-        """As `StatusFile.write`; `shares` are samples of this step by rank."""
+    def write(
+        self, now_s: float, *, force: bool = False, shares: Sequence[int] | None = None,
+        own: Mapping[str, Any] | None = None, **fields: Any,
+    ) -> None:  # fmt: skip
+        """As `StatusFile.write`; `shares` are samples of this step by rank, `own` are fields of this rank alone."""
         for rank, (file, about) in self._files.items():
             if not (force or file.is_due(now_s)):
                 continue
             share = {} if shares is None else {"share": shares[rank]}
             run = {"run": self.run.told(now_s)} if self.run is not None and rank == self._rank else {}
-            told = {**fields, **share, **about, **run}
+            told = {**fields, **share, **about, **run, **(own or {} if rank == self._rank else {})}
             with self._writing:
                 file.write(now_s, force=force, **told)
                 if rank == self._rank:
@@ -149,7 +152,7 @@ class AfterStep:
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
         outcome, due = result.outcome, self.due(controller, result)
-        self._report(result, due.row)
+        self._report(result, due.row, controller.replica.owned_facts())
         self._watch.see(result)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
@@ -261,7 +264,7 @@ class AfterStep:
         """Wait for a checkpoint that is under way, and report it. Every rank calls it."""
         self._tell(self._saver.finish(controller.state))
 
-    def _report(self, result: StepResult, row: Mapping[str, Any]) -> None:
+    def _report(self, result: StepResult, row: Mapping[str, Any], owned: Mapping[str, int]) -> None:
         plan = result.plan
         self._metrics.saving(self._saver.progress())
         self._metrics.step(_final(row))
@@ -273,7 +276,7 @@ class AfterStep:
             run.step(told, now_s, saved_step=self._saver.last_step)
             if self._status.is_due(now_s):
                 self._metrics.advise(run.advise(now_s), step=plan.step)
-        self._status.write(now_s, step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
+        self._status.write(now_s, step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares, own=owned)
 
     def _accounted(self, result: StepResult) -> dict[str, Any]:
         """Where the time of a step went, rank by rank, with the names of the ranks."""

@@ -177,9 +177,10 @@ def build_session(job: RankJob) -> Session:
         begin(job, start, reports, controller)
         undo.pop_all()
     announce(job, start, feed, reports, controller)
-    due = start.inherited.due if start.inherited is not None else None
+    due, moved = (start.inherited.due, start.inherited.moved_bytes) if start.inherited is not None else (None, ())
     return Session(
-        controller, start.saver, reports.status, reports.boundary, start.provenance, job.metrics, feed.is_last, due
+        controller, start.saver, reports.status, reports.boundary, start.provenance, job.metrics, feed.is_last, due,
+        moved,
     )  # fmt: skip
 
 

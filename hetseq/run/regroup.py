@@ -100,6 +100,7 @@ class StartState:
     owed: Underway | None  # a save that the previous generation gave up
     best: float | None  # metric of the best checkpoint
     known: tuple[int, ...]  # commits that the state follows
+    moved_bytes: tuple[int, ...] = ()  # of the optimizer's state, to each rank, where ranks own parts
 
 
 def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sharing: DirectoryGroups) -> StartState:
@@ -114,14 +115,14 @@ def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sha
     faults.point("transfer")
     if succession.record.fresh:
         state = _send_state(succession, replica, provenance, sharing, state)
-    replica.take_over_parts(sharing.whole)
+    moved = replica.take_over_parts(sharing.whole)
     replica.task_state.share(sharing.whole)
     due = PendingWork(**told["due"]) if told["due"] is not None else None
     # validation finds the new value again
     state.best = told["best_in_state"] if due is None else due.best
     rows, known = tuple(told["rows"]), tuple(told["known"])
     owed = Underway(**told["owed"]) if told["owed"] is not None else None
-    return StartState(state, provenance, due, rows, told["last_saved"], owed, told["best"], known)
+    return StartState(state, provenance, due, rows, told["last_saved"], owed, told["best"], known, moved)
 
 
 def _words(carried: KeptState | None) -> str:

@@ -30,6 +30,8 @@ class Session:
     _metrics: Metrics
     _is_last: bool = False  # nothing is trained in this generation
     _due: PendingWork | None = None  # left over from the generation before
+    #: of the optimizer's state, to each rank, when this generation began; empty unless ranks own parts
+    moved_bytes: tuple[int, ...] = ()
     _is_trusted: bool = True  # all ranks hold the same state
     _is_open: bool = True
     caught_up: StepResult | None = None  # of the step that `carry` has made, which no driver knows of yet
