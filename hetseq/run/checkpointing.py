@@ -22,7 +22,9 @@ from hetseq.cluster.membership.step_commit import SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import WITHOUT_END, CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
+from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.replica import Replica, tied_names
+from hetseq.run.foreign_parts import with_foreign_parts
 from hetseq.run_directory import jsonable
 from hetseq.system import faults
 from hetseq.training.controller import TrainingState
@@ -141,7 +143,8 @@ class Saver:
     def is_keep_due(self, step: int) -> bool:
         """Whether to keep the state after this step in memory, by --memory-interval-updates; rank zero decides."""
         every = self._config.memory_interval_updates
-        if not self._manager.keeps_states:
+        is_scattered = self._replica.owned is not None and self._sharing.count > 1
+        if not self._manager.keeps_states or is_scattered:  # no node alone has all parts of a state
             return False
         if self._kept_s is None:
             return True
@@ -349,7 +352,12 @@ class Saver:
     def _content(self) -> tuple[dict[str, Held], dict[str, Any] | None]:
         """The saved part of the replica: tensors by name, live, and the optimizer's numbers, unless left out."""
         tensors, numbers = self._replica.held_tensors()
-        tensors |= self._replica.task_state.content()[0]
+        task_tensors = self._replica.task_state.content()[0]
+        if self._replica.owned is not None and self._sharing.count > 1:
+            reducer, common = self._replica.reducer, frozenset(self._replica.common_model_tensors())
+            assert isinstance(reducer, OwnedGradients)
+            tensors = with_foreign_parts(tensors, common, reducer.exchange, self._sharing)
+        tensors |= task_tensors
         if self._config.no_save_optimizer_state:
             return {name: held for name, held in tensors.items() if not name.startswith("optim.")}, None
         return tensors, self._replica.all_numbers(numbers, self._sharing.whole)
