@@ -179,7 +179,7 @@ def _owned_by_cut(reports: Collection[Report]) -> Counter[int]:
 
 
 def _check_parts(reports: Sequence[Report]) -> None:
-    """Raise SplitBrainError if the parts cannot be those of one state."""
+    """Raise SplitBrainError if one state cannot have these parts."""
     totals = {None if report.part is None else report.part[1] for report in reports}
     most = max(_owned_by_cut(reports).values())
     if len(totals) > 1 or any(total is not None and most > total for total in totals):
