@@ -283,6 +283,7 @@ def _no_room(names: Sequence[str], room: Sequence[int], needed: int) -> str:
 
 
 def _listed(parts: Sequence[str]) -> str:
-    """The parts with commas; of many the first ones and how many follow."""
+    """The parts with commas, each once; of many the first ones and how many follow."""
+    parts = list(dict.fromkeys(parts))
     more = len(parts) - _SHOWN_RANKS
     return ", ".join(parts[:_SHOWN_RANKS]) + (f" and {more} more" if more > 0 else "")

@@ -1,11 +1,12 @@
 """Checkpoints: written in parts by all ranks, committed by one rename, verified to the last byte when read.
 
 Callers use `manager`. `sync_save`, `async_save` and `load` order the steps of a save or a load; `snapshot`, `arena`,
-`writer` and `writer_client` save in the background. `layout`, `part_format`, `part_io`, `part_writer` and `records`
-define the files; `directory`, `publish`, `verification`, `recovery`, `retention` and `selection` manage them on disk;
-`leftover_memory` and `memory_recovery` recover states that killed processes left in memory. `rank_messages` defines the
-rows that ranks exchange, `history` the lines of `checkpointHistories.csv`. For other programs there are `tensor_reader`
-(any part of any tensor), `dcp` and `export`. No other package knows the files of a checkpoint.
+`writer` and `writer_client` save in the background. `tensor_slices` and `holdings` describe what each rank holds.
+`layout`, `part_format`, `part_io`, `part_writer` and `records` define the files; `directory`, `publish`,
+`verification`, `recovery`, `retention` and `selection` manage them on disk; `leftover_memory` and `memory_recovery`
+recover states that killed processes left in memory. `rank_messages` defines the rows that ranks exchange, `history` the
+lines of `checkpointHistories.csv`. For other programs there are `tensor_reader` (any part of any tensor), `dcp` and
+`export`. No other package knows the files of a checkpoint.
 
 The names below are imported on first use, so that a process that only writes does not import torch.
 """
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from hetseq.checkpoint.retention import Retention
     from hetseq.checkpoint.selection import Skipped, choose, used_instead
     from hetseq.checkpoint.sync_save import SaveResult
+    from hetseq.checkpoint.tensor_slices import Held, TensorSlice
     from hetseq.checkpoint.verification import Inspected, inspect, verify
 
 _HOMES = {
     "CheckpointManager": "manager",
     "CheckpointOptions": "manager",
     "Commit": "records",
+    "Held": "tensor_slices",
     "Identity": "records",
     "Inspected": "verification",
     "Loaded": "load",
@@ -38,6 +41,7 @@ _HOMES = {
     "SaveResult": "sync_save",
     "Scan": "directory",
     "Skipped": "selection",
+    "TensorSlice": "tensor_slices",
     "TooNewError": "records",
     "attempts": "directory",
     "choose": "selection",
@@ -55,6 +59,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointOptions",
     "Commit",
+    "Held",
     "Identity",
     "Inspected",
     "Loaded",
@@ -62,6 +67,7 @@ __all__ = [
     "SaveResult",
     "Scan",
     "Skipped",
+    "TensorSlice",
     "TooNewError",
     "attempts",
     "choose",

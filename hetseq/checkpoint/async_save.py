@@ -25,10 +25,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from hetseq.checkpoint.arena import EMPTY, STATE_BYTES, Arena
 from hetseq.checkpoint.context import CheckpointContext
+from hetseq.checkpoint.holdings import check_holdings
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.leftover_memory import directory_mark
 from hetseq.checkpoint.memory_checksums import image_sums
@@ -37,6 +36,7 @@ from hetseq.checkpoint.rank_messages import Row, exchange, failure_row, first_fa
 from hetseq.checkpoint.records import Attempt, PartRecord, sha256, state_bytes, utc_text
 from hetseq.checkpoint.snapshot import Snapshot, image_bytes
 from hetseq.checkpoint.sync_save import Plan, Save, SaveResult, check_agreement, history_row, say
+from hetseq.checkpoint.tensor_slices import Held
 from hetseq.checkpoint.writer import setting_of
 from hetseq.checkpoint.writer_client import WriterProcess
 
@@ -154,7 +154,7 @@ class Background:
     def keep(
         self,
         plan: Plan,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Held],
         state: Mapping[str, Any],
         *,
         at_once: Collection[str],
@@ -214,13 +214,13 @@ class Background:
     def begin(
         self,
         plan: Plan,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Held],
         state: Mapping[str, Any],
         *,
         at_once: Collection[str],
         known: Sequence[int],
     ) -> SaveResult | None:
-        """Start a save; collective. Returns a result only if it failed at once.
+        """Start a save; collective. Returns a result only if it failed at once. HoldingsDifferError: nothing has begun.
 
         The tensors named in `at_once` may change when this returns, the others only after `settle`.
         """
@@ -229,15 +229,16 @@ class Background:
         for snapshot in self._snapshots:
             snapshot.finish()  # so after the exchange the newest is sealed on all ranks, and the older may be replaced
         now = int(self._setting.clock())
-        row = Row(time=now, plan=plan.digest)
+        row = Row(time=now, plan=plan.digest, nonce=plan.key)
         content, error = b"", None
         if self._setting.is_rank_zero:
             try:
                 content = state_bytes(replace(plan.attempt, created=utc_text(now)), state)
                 row = replace(row, bytes=len(content), digest=sha256(content))
             except Exception as caught:  # raised only after the other ranks have been told
-                row, error = replace(failure_row(caught), plan=plan.digest), caught
+                row, error = replace(failure_row(caught), plan=plan.digest, nonce=plan.key), caught
         rows = exchange(self._group, row)
+        check_holdings(rows)
         if error is not None:
             raise error
         check_agreement(plan, rows)
@@ -254,7 +255,7 @@ class Background:
         return None
 
     def _hand_over(
-        self, tensors: Mapping[str, Tensor], content: bytes, at_once: Collection[str], known: Sequence[int]
+        self, tensors: Mapping[str, Held], content: bytes, at_once: Collection[str], known: Sequence[int]
     ) -> None:
         save = self._save
         assert save is not None

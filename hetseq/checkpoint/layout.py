@@ -3,7 +3,8 @@
 Responsible for: dividing the bytes of a checkpoint among its writers, and checking that the pieces found in a set
 of parts make up whole tensors again. Pure: no files, no torch. The one idea: all tensors are laid out in the
 caller's order, the sequence is cut at byte positions in proportion to the weights, and a cut moves to the nearest
-border between two tensors unless the tensor under it is larger than the part on either side.
+border between two tensors unless the tensor under it is larger than the part on either side. An element that one rank
+alone holds goes into the part of that rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import bisect
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _SLICE = re.compile(r"(.+)@(\d{1,19}):(\d{1,19})", re.DOTALL)
@@ -92,8 +93,7 @@ def divide(specs: Sequence[TensorSpec], weights: Sequence[float]) -> list[list[P
 
     A weight of zero gives an empty part. ValueError for negative or non-finite weights, or if none is above zero.
     """
-    if not weights or not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise ValueError(f"weights {list(weights)}: expected finite numbers of 0 or more, at least one above 0")
+    _check_weights(weights)
     starts = list(itertools.accumulate((spec.bytes for spec in specs), initial=0))  # (tensors + 1,)
     writers = [index for index, weight in enumerate(weights) if weight > 0]
     total = math.fsum(weights)
@@ -109,6 +109,99 @@ def divide(specs: Sequence[TensorSpec], weights: Sequence[float]) -> list[list[P
     for writer, first, last in zip(writers, cuts, cuts[1:]):
         parts[writer] = list(_between(specs, first, last))
     return parts
+
+
+def divide_among(holdings: Sequence[Sequence[Piece]], weights: Sequence[float]) -> list[list[Piece]]:
+    """The pieces of each part, given the pieces that each rank holds; each lies within one that its rank holds.
+
+    What one rank alone holds goes into its part. Whole tensors that the same ranks hold are divided among these by
+    `divide`, with equal weights if theirs are all zero: the result is that of `divide` if all ranks hold the same whole
+    tensors. Of slices that overlap, the elements that several ranks hold go to the one with the fewest bytes so
+    far, large overlaps first. ValueError names a tensor whose shape or type differs between ranks, or of which no rank
+    holds some elements; or explains the weights.
+    """
+    _check_weights(weights)
+    parts: list[list[Piece]] = [[] for _ in weights]
+    shared: dict[tuple[int, ...], list[TensorSpec]] = {}
+    overlaps: list[tuple[Piece, tuple[int, ...]]] = []
+    places: dict[str, int] = {}
+    for name, held in _by_name(holdings).items():
+        places[name] = len(places)
+        for piece, ranks in _intervals(held):
+            if len(ranks) == 1:
+                parts[ranks[0]].append(piece)
+            elif piece.is_slice:
+                overlaps.append((piece, ranks))
+            else:
+                shared.setdefault(ranks, []).append(piece.spec)
+    for ranks, specs in shared.items():
+        own = [weights[rank] for rank in ranks]
+        for rank, pieces in zip(ranks, divide(specs, own if any(own) else [1.0] * len(ranks))):
+            parts[rank] += pieces
+    sizes = [sum(piece.bytes for piece in part) for part in parts]
+    for piece, ranks in sorted(overlaps, key=lambda overlap: -overlap[0].bytes):
+        rank = min(ranks, key=lambda rank: (sizes[rank], rank))
+        parts[rank].append(piece)
+        sizes[rank] += piece.bytes
+    for part, held_here in zip(parts, holdings):
+        part.sort(key=lambda piece: (places[piece.spec.name], piece.begin))
+        part[:] = _joined(part, held_here)
+    return parts
+
+
+def _check_weights(weights: Sequence[float]) -> None:
+    if not weights or not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+        raise ValueError(f"weights {list(weights)}: expected finite numbers of 0 or more, at least one above 0")
+
+
+def _by_name(holdings: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[int, Piece]]]:
+    """The pieces of each tensor with the ranks that hold them, in order of appearance; ValueError where they differ."""
+    found: dict[str, list[tuple[int, Piece]]] = {}
+    for rank, pieces in enumerate(holdings):
+        for piece in pieces:
+            held = found.setdefault(piece.spec.name, [])
+            held.append((rank, piece))
+            if piece.spec != held[0][1].spec:
+                first, spec, other = held[0][0], held[0][1].spec, piece.spec
+                raise ValueError(
+                    f"tensor {spec.name} is {spec.dtype} of shape {spec.shape} on rank {first}, but"
+                    f" {other.dtype} of shape {other.shape} on rank {rank}: all ranks must agree"
+                )
+    return found
+
+
+def _intervals(held: Sequence[tuple[int, Piece]]) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    """One tensor, cut at each end of a held slice, and the ranks that hold each of these pieces."""
+    spec = held[0][1].spec
+    if not any(piece.is_slice for _, piece in held):
+        yield Piece(spec, 0, spec.elements), tuple(sorted({rank for rank, _ in held}))
+        return
+    borders = {0, spec.elements}
+    for _, piece in held:
+        if piece.begin < piece.end:
+            borders |= {piece.begin, piece.end}
+    for begin, end in itertools.pairwise(sorted(borders)):
+        ranks = {rank for rank, piece in held if piece.begin <= begin and end <= piece.end}
+        if not ranks:
+            raise ValueError(f"no rank holds the elements {begin} to {end} of tensor {spec.name}, of {spec.elements}")
+        yield Piece(spec, begin, end), tuple(sorted(ranks))
+
+
+def _joined(part: Sequence[Piece], held: Sequence[Piece]) -> list[Piece]:
+    """The pieces of a part in order; neighbours within one held piece become one."""
+    extents: dict[str, list[Piece]] = {}
+    for piece in held:
+        extents.setdefault(piece.spec.name, []).append(piece)
+    joined: list[Piece] = []
+    for piece in part:
+        last = joined[-1] if joined else piece
+        both = Piece(piece.spec, last.begin, piece.end)
+        is_next = last.spec == piece.spec and last.end == piece.begin > last.begin
+        if is_next and any(one.begin <= both.begin and both.end <= one.end for one in extents[piece.spec.name]):
+            joined[-1] = both
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _cut(specs: Sequence[TensorSpec], starts: Sequence[int], position: int, *, smaller: int) -> tuple[int, int]:

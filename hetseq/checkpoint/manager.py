@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from hetseq.checkpoint.async_save import Background
 from hetseq.checkpoint.bandwidth import better_weights
 from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.directory import attempt_name, scan, write_latest
+from hetseq.checkpoint.holdings import HoldingsDifferError, Layout, check_holdings, describe, lay_out
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.leftover_memory import Remains, await_writers
 from hetseq.checkpoint.load import Load, Loaded
@@ -30,9 +31,10 @@ from hetseq.checkpoint.rank_messages import Row, RowGroup, exchange, failure_row
 from hetseq.checkpoint.records import Commit, Identity, check_state, utc_text
 from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
 from hetseq.checkpoint.retention import Retention
-from hetseq.checkpoint.selection import describe
+from hetseq.checkpoint.selection import describe as describe_choice
 from hetseq.checkpoint.snapshot import image_bytes
-from hetseq.checkpoint.sync_save import Layout, Save, SaveResult, lay_out, make_plan, say
+from hetseq.checkpoint.sync_save import Plan, Save, SaveResult, make_plan, say
+from hetseq.checkpoint.tensor_slices import Held
 from hetseq.checkpoint.verification import verify
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 WRITERS_S = 60.0  # how long a start waits for the writers of an earlier one
 
 Parts = Sequence[Sequence[Piece]]
+_T = TypeVar("_T")
 # `list` is a method below, and would hide the type
 Commits = list[Commit]
 Sentences = list[str]
@@ -94,6 +97,7 @@ class CheckpointManager:
         self._background: Background | None = None
         self._node_bytes = 0
         self._layout: Layout | None = None  # of the latest tensors
+        self._prepared: tuple[int, ...] = ()  # the keys of the layout that the memory was prepared for
         self._nonce = 0  # of the latest save
         self._known: list[int] = []  # the nonce of the newest commit, as far as this manager knows
         self._remains: Remains | None = None  # what earlier starts left in memory
@@ -102,46 +106,69 @@ class CheckpointManager:
 
     def save(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Held],
         state: Mapping[str, Any],
         *,
         identity: Identity,
         nonce: int,
         kinds: Sequence[str],
     ) -> SaveResult:
-        """Write one checkpoint and commit it; every rank calls it with equal arguments.
+        """Write one checkpoint and commit it; every rank calls it, with equal arguments besides `tensors`.
 
-        Every rank holds all tensors and writes its share of them. `state` is taken from rank zero: JSON, whose floats
-        may be NaN or infinite, whose keys are strings, and which has no key "checkpoint". `nonce`, from 0 to
-        2^64 - 1, is fresh for every attempt. If the disk refuses on any rank, `ok` is False on all of them, and
-        the older checkpoints stay. Raises ValueError or TypeError if something cannot be saved, and DisagreementError
-        on all ranks if their arguments differ.
+        `tensors` is what this rank holds: whole tensors, and sequences of TensorSlice. Together the ranks hold every
+        element; what several of them hold is equal there, and one of them writes it. `state` is taken from rank zero:
+        JSON, whose floats may be NaN or infinite, whose keys are strings, and which has no key "checkpoint". `nonce`,
+        from 0 to 2^64 - 1, is fresh for every attempt. If the disk refuses on any rank, `ok` is False on all of them,
+        and the older checkpoints stay. Raises ValueError or TypeError if something cannot be saved. Raises
+        DisagreementError on all ranks if their other arguments differ, if a tensor's shape or type does, or if no rank
+        holds some element.
         """
         check_state(state)
-        self._layout = lay_out(self._setting, tensors, self._layout)
-        plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=kinds)
-        result = Save(self._setting, plan, self._publisher).run(tensors, state)
+
+        def run(layout: Layout) -> SaveResult:
+            plan = make_plan(self._setting, layout, identity=identity, nonce=nonce, kinds=kinds)
+            return Save(self._setting, plan, self._publisher).run(tensors, state)
+
+        result = self._with_layout(tensors, run)
         self._heed(result, nonce)
         return result
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> str | None:
+    def _with_layout(self, tensors: Mapping[str, Held], action: Callable[[Layout], _T]) -> _T:
+        """The result of an action that opens with a row; again if that shows that the ranks hold different things."""
+        self._layout = lay_out(self._setting, tensors, self._layout)
+        try:
+            return action(self._layout)
+        except HoldingsDifferError as difference:
+            self._layout = describe(self._setting, tensors, difference.rows)
+        return action(self._layout)
+
+    def prepare(self, tensors: Mapping[str, Held]) -> str | None:
         """Prepare to save tensors like these while training continues: allocate memory, start the writer process.
 
         Every rank calls it. If a node lacks the memory or a way to share it, returns the reason, equal on all ranks;
         `begin` then saves while training waits. It may be called again for other tensors.
         """
+        return self._with_layout(tensors, self._prepare)
+
+    def _prepare(self, layout: Layout) -> str | None:
         self._release()
-        self._layout = lay_out(self._setting, tensors, self._layout)
-        size = arena_bytes(image_bytes(self._layout.parts[self._setting.group.rank]))
-        needs = exchange(self._setting.group, Row(bytes=size, text=node_name()))
+        self._prepared = layout.keys
+        size = arena_bytes(image_bytes(layout.parts[self._setting.group.rank]))
+        needs = exchange(self._setting.group, Row(bytes=size, text=node_name(), nonce=layout.key))
+        check_holdings(needs)
         sizes = [need.bytes for need in needs if need.text == node_name()]
         refusal = None
         for slots in (2, 1) if self._wants_to_keep else (1,):
-            refusal = self._take_memory(self._layout.parts, sizes, slots)
+            refusal = self._take_memory(layout.parts, sizes, slots)
             exchange(self._setting.group, Row())  # all have freed the memory that some could not get
             if refusal is None:
                 break
         return refusal
+
+    def _is_ready(self, plan: Plan, layout: Layout) -> bool:
+        """Whether the memory was prepared for this layout; the same on all ranks."""
+        background = self._background
+        return background is not None and background.fits(plan) and self._prepared == layout.keys
 
     def _take_memory(self, parts: Parts, sizes: Sequence[int], slots: int) -> str | None:
         """Allocate this many slots on every rank, or none on any of them and return the reason; collective."""
@@ -161,7 +188,7 @@ class CheckpointManager:
 
     def begin(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Held],
         state: Mapping[str, Any],
         *,
         identity: Identity,
@@ -177,19 +204,23 @@ class CheckpointManager:
         called again; without `prepare` they are saved synchronously.
         """
         check_state(state)
-        self._layout = lay_out(self._setting, tensors, self._layout)
-        plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=kinds)
-        if self._background is not None and not self._background.fits(plan):
-            self.prepare(tensors)  # the optimizer's state or the division of the bytes has changed
-        background = self._background
-        self._nonce = nonce
-        if background is None:
-            return self._heed(Save(self._setting, plan, self._publisher).run(tensors, state), nonce)
-        return self._heed(background.begin(plan, tensors, state, at_once=at_once, known=self._known), nonce)
+        is_prepared = self._background is not None
+
+        def start(layout: Layout) -> SaveResult | None:
+            plan = make_plan(self._setting, layout, identity=identity, nonce=nonce, kinds=kinds)
+            if is_prepared and not self._is_ready(plan, layout):
+                self._prepare(layout)  # the optimizer's state or the division of the bytes has changed
+            background = self._background
+            self._nonce = nonce
+            if background is None:
+                return Save(self._setting, plan, self._publisher).run(tensors, state)
+            return background.begin(plan, tensors, state, at_once=at_once, known=self._known)
+
+        return self._heed(self._with_layout(tensors, start), nonce)
 
     def keep(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Held],
         state: Mapping[str, Any],
         *,
         identity: Identity,
@@ -198,22 +229,26 @@ class CheckpointManager:
     ) -> bool:
         """Copy a state to this node's memory, where the next start finds it if this one is killed; nothing is written.
 
-        Every rank calls it with equal arguments, if `keeps_states` and once `is_sealed` was True on all of them. Two
-        states are kept; the older one is replaced. `at_once` and `settle` work as with `begin`. Returns False if it
-        was not kept: its data besides tensors are too large, or its layout is not the current save's.
+        Every rank calls it, with arguments as for `save`, if `keeps_states`, once `is_sealed` was True on all of them.
+        Two states are kept; the older one is replaced. `at_once` and `settle` work as with `begin`. Returns False if it
+        was not kept: its data besides tensors are too large, or its layout is not the current save's. After states that
+        were the same whole tensors on all ranks, call `prepare` before the first one with slices: `keep` exchanges
+        nothing as long as the ranks are replicas.
         """
         check_state(state)
-        self._layout = lay_out(self._setting, tensors, self._layout)
-        plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=["time"])
-        background = self._background
-        if self.is_underway and background is not None and not background.fits(plan):
-            return False
-        if background is None or not background.fits(plan):
-            self.prepare(tensors)
+
+        def start(layout: Layout) -> bool:
+            plan = make_plan(self._setting, layout, identity=identity, nonce=nonce, kinds=["time"])
+            if not self._is_ready(plan, layout):
+                if self.is_underway:
+                    return False
+                self._prepare(layout)
             background = self._background
-        if background is None or not background.keeps_states:
-            return False
-        return background.keep(plan, tensors, state, at_once=at_once, known=self._known)
+            if background is None or not background.keeps_states:
+                return False
+            return background.keep(plan, tensors, state, at_once=at_once, known=self._known)
+
+        return self._with_layout(tensors, start)
 
     @property
     def keeps_states(self) -> bool:
@@ -238,7 +273,8 @@ class CheckpointManager:
         if result is not None and result.ok and self._background is not None:
             # if the disks are unequal, the next save divides the bytes differently
             weights = better_weights(self._background.last_sizes, self._background.last_seconds)
-            if weights is not None:
+            # of slices, most are written by the only rank that holds them, whatever the weights
+            if weights is not None and self._layout is not None and self._layout.is_equal:
                 self._setting = replace(self._setting, weights=weights)
         return result
 
@@ -349,7 +385,7 @@ class CheckpointManager:
         """All commits of this run, newest first, parsed but not verified. Any rank, alone."""
         found = scan(self._setting.root)
         for path, error in found.refused.items():
-            logger.warning("%s", describe(path, error))
+            logger.warning("%s", describe_choice(path, error))
         return found.commits
 
     def latest(self) -> Commit | None:

@@ -23,7 +23,7 @@ from hetseq.checkpoint.layout import TensorSpec, whole_tensors
 from hetseq.checkpoint.leftover_memory import LeftPart, Remains
 from hetseq.checkpoint.part_format import parse_header
 from hetseq.checkpoint.part_io import copy_part
-from hetseq.checkpoint.rank_messages import Row, RowGroup, exchange
+from hetseq.checkpoint.rank_messages import RowGroup, exchange_texts
 from hetseq.checkpoint.records import Attempt, Commit, DamagedError, parse_state
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def find_states(group: RowGroup, parts: Sequence[LeftPart]) -> list[LeftState]:
          part.index, part.image_bytes, part.attempt.nonce, part.is_kept, part.known]
         for part in parts
     ]  # fmt: skip
-    return whole_states([json.loads(text) for text in _exchange_texts(group, json.dumps(facts))])
+    return whole_states([json.loads(text) for text in exchange_texts(group, json.dumps(facts))])
 
 
 def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[LeftState]:
@@ -151,7 +151,7 @@ def _send(group: RowGroup, own: _Image | None, index: int, size: int, *, source:
     """The part of rank `source`, on every rank; ranks that have it already keep their own."""
     is_source = group.rank == source
     head = json.dumps([list(own.sums), own.state] if own is not None and is_source else None)
-    sums, state = json.loads(_exchange_texts(group, head)[source])
+    sums, state = json.loads(exchange_texts(group, head)[source])
     content = own.content if own is not None else memoryview(bytearray(size))
     scratch = torch.empty(min(size, _AT_ONCE), dtype=torch.uint8)
     for begin in range(0, size, _AT_ONCE):
@@ -175,11 +175,3 @@ def _read(images: Sequence[_Image], allocate: Allocate) -> Recalled:
 def _place(image: _Image) -> Path:
     """The name of the part in errors."""
     return Path(f"part {image.index} in memory")
-
-
-def _exchange_texts(group: RowGroup, text: str) -> list[str]:
-    """The texts of all ranks, in their order; every rank calls it."""
-    content = text.encode()
-    most = max(row.bytes for row in exchange(group, Row(bytes=len(content))))
-    padded = np.frombuffer(content.ljust(-(-most // 8) * 8), np.int64)
-    return [row.tobytes().rstrip(b" ").decode() for row in group.all_gather_rows(padded.copy())]

@@ -33,6 +33,7 @@ from hetseq.checkpoint.layout import Piece, TensorSpec
 from hetseq.checkpoint.memory_checksums import chunk_sum
 from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, in_file_order, other_checksum
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
+from hetseq.checkpoint.tensor_slices import Held, elements_of
 from hetseq.system.files import creating, reading, write_all
 
 #: threads that verify what one reads: from a warm cache, a chunk's checksum takes longer than reading it
@@ -80,7 +81,7 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name, spelling, tuple(tensor.shape), tensor.dtype.itemsize)
 
 
-def write_part(path: Path, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> tuple[int, tuple[int, ...]]:
+def write_part(path: Path, pieces: Sequence[Piece], tensors: Mapping[str, Held]) -> tuple[int, tuple[int, ...]]:
     """Write a new part; returns its size in bytes and its checksums. OSError if the disk refuses."""
     pieces = in_file_order(pieces)
     sums, size = ChunkSums(), 0
@@ -256,9 +257,8 @@ def can_be_filled(tensor: Tensor, like: Tensor) -> bool:
     )
 
 
-def _bytes_of(piece: Piece, tensor: Tensor) -> memoryview:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)[piece.begin : piece.end]
-    return _view(flat.contiguous().cpu())
+def _bytes_of(piece: Piece, held: Held) -> memoryview:
+    return _view(elements_of(held, piece).detach().reshape(-1).contiguous().cpu())
 
 
 def _view(flat: Tensor) -> memoryview:

@@ -106,6 +106,14 @@ def exchange(group: RowGroup, row: Row) -> list[Row]:
     return [Row.unpack(gathered) for gathered in group.all_gather_rows(row.pack())]
 
 
+def exchange_texts(group: RowGroup, text: str) -> list[str]:
+    """The texts of all ranks, in their order; every rank calls it. A text does not end with spaces."""
+    content = text.encode()
+    most = max(row.bytes for row in exchange(group, Row(bytes=len(content))))
+    padded = np.frombuffer(content.ljust(-(-most // 8) * 8), np.int64)
+    return [row.tobytes().rstrip(b" ").decode() for row in group.all_gather_rows(padded.copy())]
+
+
 def failure_row(error: BaseException) -> Row:
     """A row that tells the others why this rank failed."""
     if isinstance(error, HetSeqError):

@@ -27,6 +27,7 @@ from hetseq.checkpoint.arena import Arena
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.part_format import header_bytes, in_file_order
 from hetseq.checkpoint.part_io import dtype_of
+from hetseq.checkpoint.tensor_slices import Held, elements_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Snapshot:
         self._thread = threading.Thread(target=self._serve, name="snapshot", daemon=True)
         self._thread.start()
 
-    def begin(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str], when_whole: Callable[[], None]) -> None:
+    def begin(self, tensors: Mapping[str, Held], *, at_once: Collection[str], when_whole: Callable[[], None]) -> None:
         """Copy the tensors named in `at_once`, and start copying the others, which must not change until `settle`.
 
         `when_whole` is called once, by another thread, when the image is complete; not if the copy failed. `settle`
@@ -66,7 +67,7 @@ class Snapshot:
         now: list[tuple[Tensor, Tensor]] = []
         later: list[tuple[Tensor, Tensor]] = []
         for piece, target in zip(self.pieces, self._targets):
-            source = _elements(tensors[piece.spec.name], piece)
+            source = elements_of(tensors[piece.spec.name], piece)
             (now if piece.spec.name in at_once else later).append((target, source))
         _copy(now)
         on_gpu = [source.device for _, source in later if source.is_cuda]
@@ -174,12 +175,6 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         with torch.no_grad():
             torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _elements(tensor: Tensor, piece: Piece) -> Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.reshape(-1)[piece.begin : piece.end] if piece.is_slice else tensor
 
 
 def _view(image: memoryview, offset: int, piece: Piece) -> Tensor:

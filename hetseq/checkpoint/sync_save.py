@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.directory import part_name
-from hetseq.checkpoint.layout import Piece, TensorSpec, divide
-from hetseq.checkpoint.part_io import spec_of, write_part
+from hetseq.checkpoint.holdings import HoldingsDifferError, Layout, check_holdings
+from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.part_io import write_part
 from hetseq.checkpoint.publish import Publisher, write_manifest
 from hetseq.checkpoint.rank_messages import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.records import (
@@ -34,6 +33,7 @@ from hetseq.checkpoint.records import (
     state_bytes,
     utc_text,
 )
+from hetseq.checkpoint.tensor_slices import Held
 from hetseq.checkpoint.verification import patiently
 from hetseq.errors import DisagreementError
 from hetseq.system.files import sync_directory
@@ -65,29 +65,7 @@ class Plan:
     parts: list[list[Piece]]
     bytes: int
     digest: str
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where each byte of tensors of given names, types and shapes goes: the common base of the plans of many saves."""
-
-    signature: list[tuple[Any, ...]]  # the weights, then name and kind of each tensor
-    parts: list[list[Piece]]
-    bytes: int
-    digest: str
-
-
-def lay_out(setting: CheckpointContext, tensors: Mapping[str, Tensor], known: Layout | None = None) -> Layout:
-    """The layout for these tensors: `known` if it still fits. TypeError names a tensor that cannot be saved."""
-    signature = [setting.weights, *((name, *_kind(tensor)) for name, tensor in tensors.items())]
-    if known is not None and known.signature == signature:
-        return known
-    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    if not all(spec.name for spec in specs):
-        raise ValueError("a tensor has an empty name")
-    facts = [setting.weights, [(spec.name, spec.dtype, spec.shape) for spec in specs]]
-    parts = divide(specs, setting.weights)
-    return Layout(signature, parts, _total(specs), sha256(json.dumps(facts).encode()))
+    key: int  # of the layout
 
 
 def make_plan(
@@ -102,7 +80,7 @@ def make_plan(
     is_prunable = setting.place.retention.keep_newest is not None
     attempt = Attempt(setting.run_id, identity, nonce, ordered, "", setting.group.world_size, is_prunable)
     digest = sha256(json.dumps([attempt.to_json(), layout.digest]).encode())
-    return Plan(attempt, setting.place.folder(attempt), layout.parts, layout.bytes, digest)
+    return Plan(attempt, setting.place.folder(attempt), layout.parts, layout.bytes, digest, layout.key)
 
 
 class Save:
@@ -118,10 +96,16 @@ class Save:
         self._has_created = False
         self._error: Exception | None = None
 
-    def run(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> SaveResult:
-        """All phases; every rank calls it."""
+    def run(self, tensors: Mapping[str, Held], state: Mapping[str, Any]) -> SaveResult:
+        """All phases; every rank calls it. HoldingsDifferError after the first one, with nothing left behind."""
         plan = self._plan
         rows = opening = self._phase(lambda: self._open(state), only_zero=True)
+        try:
+            check_holdings(opening)
+        except HoldingsDifferError:
+            if self._has_created:
+                self._publisher.discard(plan.attempt)
+            raise
         if any(other.plan != plan.digest for other in opening):
             failure: str | None = "the ranks were given different checkpoints to save"
         else:
@@ -154,7 +138,7 @@ class Save:
                 row = action()
             except Exception as error:
                 row, self._error = failure_row(error), error
-        return exchange(self._group, replace(row, plan=self._plan.digest))
+        return exchange(self._group, replace(row, plan=self._plan.digest, nonce=self._plan.key))
 
     def _open(self, state: Mapping[str, Any]) -> Row:
         plan, now = self._plan, int(self._setting.clock())
@@ -164,7 +148,7 @@ class Save:
         self._has_created = True
         return Row(bytes=len(content), time=now, digest=sha256(content))
 
-    def _write(self, attempt: Attempt, tensors: Mapping[str, Tensor], *, state_sha256: str) -> Row:
+    def _write(self, attempt: Attempt, tensors: Mapping[str, Held], *, state_sha256: str) -> Row:
         rank, directory = self._group.rank, self._plan.directory
         if rank != 0:
             patiently(lambda: sync_directory(directory), patience_s=self._setting.patience_s)
@@ -232,11 +216,3 @@ def check_agreement(plan: Plan, opening: Sequence[Row]) -> None:
             f"checkpoint of step {plan.attempt.identity.step}: ranks {different} were given another step,"
             " generation, lineage, nonce, run, kinds, weights or other tensors than rank 0: all must be equal"
         )
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.layout, tensor.is_meta
-
-
-def _total(specs: Sequence[TensorSpec]) -> int:
-    return sum(spec.bytes for spec in specs)

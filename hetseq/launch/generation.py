@@ -20,6 +20,7 @@ class Generation:
     crew: GenerationRanks
     succession: Regroup | None
     story: str = ""  # why the run regrouped
+    lost: str = ""  # which part of the state is lost: all ranks begin from the newest one in memory or on disk
     lost_s: float | None = None  # when the generation before it was over
     is_told: bool = False  # whether the story was logged; until then another generation may follow
     group: Group | None = None
@@ -78,4 +79,6 @@ def report_of(incarnation: str, generation: int, carried: KeptState | None) -> R
     """The report of a rank that built no session in this generation: its carried state is unchanged."""
     if carried is None:
         return Report(incarnation, generation)
-    return Report(incarnation, generation, lineage=carried.state.lineage)
+    owned = carried.owned
+    part, cut = (None, None) if owned is None else (owned.part, owned.cut)
+    return Report(incarnation, generation, lineage=carried.state.lineage, part=part, cut=cut)

@@ -211,6 +211,8 @@ class RankLife:
 
     def _tell_script(self, generation: Generation) -> None:
         """Give a script that drives this rank the ranks that hold the same state. Raises LeftBehindError."""
+        if self.on_regroup is not None and generation.lost and self.is_ready:
+            raise LeftBehindError(f"{generation.lost}: the script begins anew from the newest checkpoint")
         if self.on_regroup is None or generation.succession is None or generation.group is None:
             return
         survivors = generation.survivors
@@ -225,6 +227,8 @@ class RankLife:
 
     def _train(self, generation: Generation) -> Engine[dict[str, Any] | str]:
         config = self._config
+        if generation.lost:
+            config = self._begin_anew(generation)
         while True:
             whereabouts.enter(Phase.BUILDING)
             generation.session = session = self._build(config, generation)
@@ -264,6 +268,19 @@ class RankLife:
             generation.session, generation.succession = None, None
             del session  # frees its tensors before new ones are created
             config = _as_for_a_restart(config)
+
+    def _begin_anew(self, generation: Generation) -> Config:
+        """Load task, data and model again: a part of the state is lost, and no update of the model may remain.
+
+        Returns the config by which the run continues from its newest state.
+        """
+        level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
+        logger.log(
+            level, "%s: all ranks go back to the newest state in memory or on disk [state-lost]", generation.lost
+        )  # fmt: skip
+        config = _as_for_a_restart(self._config)
+        self._material = load_material(config, torch.device(self._placement.device))
+        return config
 
     def _sum_up(self, session: Session, *, start_s: float | None) -> None:
         """Log the closing summary, below the last display of the steps."""
@@ -372,7 +389,7 @@ class RankLife:
     def _read(self, told: dict[str, Any], carried: KeptState | None) -> Generation:
         """The generation that a record describes. Raises PeerLostError."""
         record, crew = Record.from_record(told["record"]), GenerationRanks.from_record(told["crew"])
-        return Generation(crew, succession_by(record, carried), told["story"])
+        return Generation(crew, succession_by(record, carried), told["story"], record.lost)
 
 
 def _raise(error: BaseException) -> NoReturn:

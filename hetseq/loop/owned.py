@@ -25,6 +25,8 @@ class Owned:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._others: dict[str, Any] = {}
         self._optimizer: torch.optim.Optimizer | None = None
+        #: the parameters that each optimizer was made for; later its groups may hold only what this rank owns of them
+        self._trained_by: list[tuple[torch.optim.Optimizer, list[torch.Tensor]]] = []
         self._trained: dict[str, torch.nn.Module] = {}
 
     def add(self, name: str | None, thing: Any) -> None:
@@ -82,6 +84,7 @@ class Owned:
                 f"{few(missing)} of the model require a gradient and are in no optimizer: give them to it, or set"
                 " requires_grad = False"
             )
+        self._trained_by = [(optimizer, list(parameters_of(optimizer))) for optimizer in self._optimizers.values()]
         self._optimizer = joined(list(self._optimizers.values()))
 
     def model(self) -> torch.nn.Module:
@@ -102,11 +105,12 @@ class Owned:
         """
         if any(all(optimizer is not own for own in self._optimizers.values()) for optimizer in optimizers):
             raise TaskError("step.of got an optimizer that run.own was not given: its parameters would not be reduced")
-        kept = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
         frozen = [
             parameter
-            for parameter in (parameters_of(self.optimizer()) if optimizers else ())
-            if parameter.requires_grad and parameter not in kept
+            for optimizer, parameters in (self._trained_by if optimizers else ())
+            if not any(optimizer is one for one in optimizers)
+            for parameter in parameters
+            if parameter.requires_grad
         ]
         for parameter in frozen:
             parameter.requires_grad_(False)

@@ -77,7 +77,7 @@ class OwnedGradients:
         `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
         owner. Sums have the type `dtype` (default: that of the parameters).
         """
-        self.parameters, self._group, self._dtype = list(parameters), group, dtype
+        self.parameters, self.rank, self._group, self._dtype = list(parameters), group.rank, group, dtype
         self.exchange: SliceExchange = group.slices(self.parameters[0].device)
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self.parameters), np.bool_)
         self._units = [
@@ -91,6 +91,7 @@ class OwnedGradients:
             )
             for unit in self._units
         ]
+        self.fractions = tuple(fractions)
         self.ownership: Ownership = cut(sizes, fractions)
         for unit, bounds in zip(self._units, self.ownership.bounds, strict=True):
             self._divide(unit, bounds, cuts_tensors)
@@ -191,6 +192,7 @@ class OwnedGradients:
         while self._sent < len(self._units):
             self._send_next()
         if self._is_silent:
+            self._show_own()
             return
         self._await_gathers()  # an owner may change its slice only after all others have read it
         for unit in self._units:
@@ -199,6 +201,12 @@ class OwnedGradients:
                 own = unit.total[place]
                 own = own if own.dtype == fragment.owned.dtype else own.to(fragment.owned.dtype)
                 fragment.owned.grad = own.as_strided(fragment.owned.shape, fragment.owned.stride())
+
+    def _show_own(self) -> None:
+        """Set `.grad` of the model's parameters to this rank's own gradients, which nobody else gets."""
+        for index in np.flatnonzero(self.used).tolist():
+            parameter, view = self.parameters[index], self._view(index)
+            parameter.grad = view if view is None or view.dtype == parameter.dtype else view.to(parameter.dtype)
 
     @contextmanager
     def without_sending(self) -> Iterator[None]:
@@ -319,7 +327,7 @@ class OwnedGradients:
     def _send_next(self) -> None:
         unit = self._units[self._sent]
         is_giver = self._group.rank in self._active
-        for index in unit.indices:
+        for index in () if self._is_silent else unit.indices:
             self.parameters[index].grad = None
         if is_giver and not self._is_silent:
             for index in unit.indices:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hetseq.checkpoint import Held as HeldTensor
+from hetseq.checkpoint import TensorSlice
 from hetseq.comm.group import Group
 from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.owned_gradients import Fragment, OwnedGradients
@@ -38,6 +40,7 @@ class OwnedState:
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
         #: what this rank held by earlier cuts, until the state has moved
         self.earlier: dict[int, Held] = {}
+        self.fraction = 0.0  # of the state, in relation to those of other ranks
         self.cut = 0  # the generation that cut the state as it is held
         self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements
         _refuse_hidden_parameters(optimizer, self.names)
@@ -57,6 +60,40 @@ class OwnedState:
             )
             for one in self.fragments.values()
         }
+
+    def slices(self) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
+        """What this rank owns, by the names of a checkpoint: live slices of parameters and moments, and the numbers.
+
+        State without a dimension, such as a counter of updates, is held by each rank that owns a part.
+        """
+        tensors: dict[str, HeldTensor] = {}
+        numbers: dict[str, Any] = {}
+        for name, one in self.fragments.items():
+            tensors[f"model.{name}"] = _slice_of(one.owned.detach(), one)
+            for key, value in self.optimizer.state.get(one.owned, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    numbers[f"optim.{name}.{key}"] = value
+                elif value.dim() and value.shape == one.owned.shape:
+                    tensors[f"optim.{name}.{key}"] = _slice_of(value.detach(), one)
+                else:
+                    tensors[f"optim.{name}.{key}"] = value.detach()
+        return tensors, numbers
+
+    def load_(self, full_name: str, value: Any) -> None:
+        """Take what this rank owns of the state that `optim.<fqn>.<key>` names, a whole tensor or a number."""
+        name, _, key = full_name.removeprefix("optim.").rpartition(".")
+        fragment = self.fragments.get(name)
+        if fragment is None:
+            return
+        if isinstance(value, torch.Tensor):
+            is_divided = value.dim() > 0 and value.shape == fragment.parameter.shape
+            value = _cut_out(value, fragment)
+            is_fused = bool(self.group_of()[fragment.parameter].get("fused"))
+            if is_divided:
+                value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
+            elif value.dim() or is_fused:
+                value = value.to(fragment.owned.device)
+        self.optimizer.state[fragment.owned][key] = value
 
     def adopt_(self, reducer: OwnedGradients, *, cut: int) -> None:
         """Put the fragments of this rank into the optimizer's groups; state that exists is cut accordingly.
@@ -98,8 +135,18 @@ class OwnedState:
                 for key, value in state[index].items()
             }
         self.fragments = {self.names[fragment.parameter]: fragment for fragment in own.values()}
-        self.cut, self.earlier = cut, {}
+        self.cut, self.earlier, self.fraction = cut, {}, reducer.fractions[reducer.rank]
         self.part = sum(one.end - one.begin for one in own.values()), reducer.ownership.total
+
+
+def _slice_of(value: torch.Tensor, fragment: Fragment) -> HeldTensor:
+    """The values of a fragment as a slice, or as a whole tensor if its parameter has one owner."""
+    if value.shape == fragment.parameter.shape:
+        return value
+    whole = tuple(fragment.parameter.shape)
+    if fragment.end - fragment.begin == fragment.parameter.numel():
+        return value.view(whole)
+    return [TensorSlice(value, fragment.begin, fragment.end, whole)]
 
 
 def _cut_out(value: Any, fragment: Fragment) -> Any:

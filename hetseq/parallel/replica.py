@@ -6,6 +6,7 @@ are `model.<fqn>` and `optim.<fqn>.<state>`, so a checkpoint never depends on th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,8 +16,9 @@ import numpy.typing as npt
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetseq.comm.directory_groups import send_tensor
-from hetseq.comm.group import Group
+from hetseq.checkpoint import Held
+from hetseq.comm.directory_groups import gather_texts, send_tensor
+from hetseq.comm.group import Group, RowTransport
 from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
@@ -100,12 +102,33 @@ class Replica:
         """`model_tensors` of this replica's model."""
         return model_tensors(self.model)
 
+    def held_tensors(self) -> tuple[dict[str, Held], dict[str, Any]]:
+        """What this rank gives to a checkpoint: live tensors of model and optimizer by name, and the numbers.
+
+        Of what has an owner, only the slices that this rank owns.
+        """
+        if self.owned is None:
+            tensors, numbers = self.optimizer_tensors()
+            return {**self.model_tensors(), **tensors}, numbers
+        slices, numbers = self.owned.slices()
+        return {**self.common_model_tensors(), **slices}, numbers
+
+    def all_numbers(self, numbers: dict[str, Any], group: RowTransport) -> dict[str, Any]:
+        """The optimizer's numbers that are not tensors, of all owners. Collective where ranks own parts."""
+        if self.owned is None:
+            return numbers
+        found: dict[str, Any] = {}
+        for text in gather_texts(group, json.dumps(numbers)):
+            found |= json.loads(text)
+        return found
+
     def common_model_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the model that are not divided among owners: all of them unless ranks own parts."""
         live = self.model_tensors()
         if self.owned is None:
             return live
-        return {name: live[name] for name in sorted(self.changed_by_forward())}
+        divided = {f"model.{name}" for name, one in self._by_name.items() if one.numel()}
+        return {name: tensor for name, tensor in live.items() if name not in divided}
 
     def common_optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The optimizer's state, as `optimizer_tensors`, that is not divided among owners."""
@@ -122,6 +145,10 @@ class Replica:
                 if not _is_same_memory(live, tensors[name]):
                     live.copy_(tensors[name])
         self.buffers.renew()
+
+    def is_owner(self, rank: int) -> bool:
+        """Whether a rank owns a part of the state that no other rank has."""
+        return isinstance(self.reducer, OwnedGradients) and self.reducer.ownership.owned_by(rank) > 0
 
     def take_over_parts(self, group: Group) -> int:
         """Move the parts of the state to the owners of a new generation; the bytes of state that this rank got.
@@ -146,6 +173,7 @@ class Replica:
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load saved parameters and buffers into the model with `load_model_`."""
         load_model_(self.model, tensors)
+        self.reducer.changed()
         self.buffers.renew()
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
@@ -157,6 +185,9 @@ class Replica:
         }
         for full_name, value in [*tensors.items(), *numbers.items()]:
             if not full_name.startswith("optim."):
+                continue
+            if self.owned is not None:
+                self.owned.load_(full_name, value)
                 continue
             parameter, key = self._place_of(full_name)
             if isinstance(value, torch.Tensor):

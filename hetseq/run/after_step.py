@@ -153,7 +153,9 @@ class AfterStep:
         self._watch.see(result)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
-        is_stopping = bool(outcome.wish & Wish.STOP)
+        # the part of a rank that leaves goes to the others by way of a checkpoint
+        leaving = [rank for rank, row in enumerate(outcome.rows) if row.wish & Wish.LEAVE]
+        is_stopping = bool(outcome.wish & Wish.STOP) or any(map(controller.replica.is_owner, leaving))
         is_saved = self._follow_up(
             controller, due, shares=result.plan.shares, is_stopping=is_stopping, ends_run=ends_run
         )  # fmt: skip

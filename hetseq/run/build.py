@@ -38,16 +38,14 @@ from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.gradient_sync import GradientSync
 from hetseq.parallel.layout import Layout, one_rank_each
-from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
 from hetseq.run.checkpointing import Provenance, Saver, saved_batch
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.loaded_task import LoadedTask
-from hetseq.run.owners import owned_by_fractions, replicated
+from hetseq.run.owners import OwnersOfBefore, make_reducer
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
 from hetseq.run.recipe import changes, recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
@@ -194,16 +192,10 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
             f"the model of {type(job.material.task).__name__} has no parameter to train: expected at least one"
         )
     optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
-    owned: OwnedState | None = None
-    if config.distributed.shard_model == "none":
-        reducer: GradientSync = replicated(parameters, job.group, config.distributed)
-    else:
-        names = {parameter: name for name, parameter in trained_parameters(model)}
-        owned = job.carried.owned if job.carried is not None else OwnedState(optimizer, names)
-        assert owned is not None
-        reducer = by_owner = owned_by_fractions(owned, job.group, config.distributed, slots=job.slots_of_ranks)
-        if job.is_first:
-            owned.adopt_(by_owner, cut=job.group.generation)
+    before = OwnersOfBefore(job.carried.owned) if job.carried is not None else None
+    reducer, owned = make_reducer(
+        model, optimizer, job.group, config.distributed, slots=job.slots_of_ranks, before=before, is_first=job.is_first,
+    )  # fmt: skip
     undo.callback(reducer.close)
     return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned)
 
@@ -354,6 +346,7 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
     else:
         start.saver.best = start.state.best
     if reports.replicas is not None and job.is_first:
+        controller.replica.reducer.gather()
         reports.replicas.check(start.state.position.step - 1, (1,) * job.group.world_size)
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
+from hetseq.checkpoint import CheckpointManager, Held, Identity, Loaded, SaveResult
 from hetseq.cluster.membership.step_commit import SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import WITHOUT_END, CheckpointConfig
@@ -347,15 +346,15 @@ class Saver:
             self._forget_best(save, state, own.error or "it was not committed")
         return [Saved(save.step, save.kinds, own)]
 
-    def _content(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    def _content(self) -> tuple[dict[str, Held], dict[str, Any] | None]:
         """The saved part of the replica: tensors by name, live, and the optimizer's numbers, unless left out."""
-        tensors = {**self._replica.model_tensors(), **self._replica.task_state.content()[0]}
+        tensors, numbers = self._replica.held_tensors()
+        tensors |= self._replica.task_state.content()[0]
         if self._config.no_save_optimizer_state:
-            return tensors, None
-        optimizer_tensors, numbers = self._replica.optimizer_tensors()
-        return {**tensors, **optimizer_tensors}, numbers
+            return {name: held for name, held in tensors.items() if not name.startswith("optim.")}, None
+        return tensors, self._replica.all_numbers(numbers, self._sharing.whole)
 
-    def _prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def _prepare(self, tensors: Mapping[str, Held]) -> None:
         self._is_prepared = True
         self._lend_patience()
         refusal = self._manager.prepare(tensors)

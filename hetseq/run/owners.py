@@ -1,49 +1,204 @@
-"""Who owns how much of the state in one generation of a run, and the reducer that follows from it."""
+"""Who owns how much of the state in one generation of a run, and the reducer that follows from it.
+
+Responsible for the decisions of `--shard-model`, `--own` and `--own-memory` on measured numbers. All ranks decide
+alike, from the same gathered rows. Who owns what stays as it is from generation to generation while its
+owners are there: a rank that joins owns nothing with `--own auto`, so it needs no state.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import socket
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from hetseq.comm.group import Group
+from hetseq.balance.memory_plan import (
+    USABLE,
+    Layout,
+    ModelMemory,
+    RankMemory,
+    candidates,
+    choose,
+    in_words,
+    own_fractions,
+)
+from hetseq.balance.shares import Cost
+from hetseq.comm.group import Group, Rows
 from hetseq.config.sections import DistributedConfig
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState
+from hetseq.parallel.replica import trained_parameters
+from hetseq.system import device_memory, host_memory
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
+_LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
+_UNKNOWN, _REPLICAS, _OWNERS = -1, 0, 1
 
 
-def fractions_by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
-    """How much the rank of each slot owns. A slot that the options do not name owns nothing."""
+@dataclass(frozen=True)
+class OwnersOfBefore:
+    """What a rank brings from an earlier generation; `owned` is None if every rank had the whole state."""
+
+    owned: OwnedState | None
+
+
+def make_reducer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    config: DistributedConfig,
+    *,
+    slots: Sequence[int],
+    before: OwnersOfBefore | None,
+    is_first: bool,
+) -> tuple[GradientSync, OwnedState | None]:
+    """The sums of gradients of a generation, and what this rank owns; None: all of the state. Collective.
+
+    `before` is None on a rank that has no state yet. In a later generation the parts have yet to move
+    (`Replica.take_over_parts`). Raises ConfigError if the ranks have no room for the state.
+    """
+    names = {parameter: name for name, parameter in trained_parameters(model)}
+    bucket_bytes = int(config.bucket_cap_mb * _MIB)
+    fractions = None
+    if config.shard_model != "none":
+        fractions = _fractions(list(names), group, config, slots=slots, before=before)
+    if fractions is None:
+        return gradients_of(
+            list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
+        ), None  # fmt: skip
+    owned = before.owned if before is not None and before.owned is not None else OwnedState(optimizer, names)
+    owned.earlier = owned.held()
+    reducer = OwnedGradients(
+        list(names), group, fractions=fractions, bucket_bytes=bucket_bytes, cuts_tensors=owned.is_elementwise,
+        dtype=torch.float64 if config.reduce_dtype is not None else None,
+    )  # fmt: skip
+    if is_first:
+        owned.adopt_(reducer, cut=group.generation)
+        if group.rank == 0:
+            _say_who_owns(reducer, slots)
+    return reducer, owned
+
+
+def _fractions(
+    parameters: Sequence[torch.nn.Parameter],
+    group: Group,
+    config: DistributedConfig,
+    *,
+    slots: Sequence[int],
+    before: OwnersOfBefore | None,
+) -> tuple[float, ...] | None:
+    """How much each rank owns; None: every rank has all of the state. Collective."""
+    kind = _UNKNOWN if before is None else _REPLICAS if before.owned is None else _OWNERS
+    fraction = before.owned.fraction if before is not None and before.owned is not None else 0.0
+    room = _room_bytes(parameters[0].device)
+    host = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
+    most = config.own_memory_bytes()
+    numbers = [
+        kind,
+        int(np.float64(fraction).view(np.int64)),
+        room,
+        config.is_stable,
+        host,
+        -1 if most is None else most,
+    ]
+    numbers.append(parameters[0].is_cuda)
+    rows = group.all_gather_rows(np.array(numbers, np.int64))
+    rooms = _capped(rows)
+    kinds = [int(kind) for kind in rows[:, 0] if kind != _UNKNOWN]
+    if config.shard_model == "auto" and (kinds[0] if kinds else _chosen(parameters, rooms, rows, group)) == _REPLICAS:
+        return None
+    if config.own_weights() is not None:
+        return _by_slot(config, slots)
+    earlier = rows[:, 1].copy().view(np.float64)
+    if earlier.sum() > 0:
+        return tuple(earlier.tolist())
+    memory = _model_memory(parameters)
+    free = [max(0, int(USABLE * bytes_) - memory.gradient_bytes) for bytes_ in rooms]
+    return own_fractions(free, [bool(stays) for stays in rows[:, 3]], memory.state_bytes)
+
+
+def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
+    """The weights of `--own`. A slot that they do not name owns nothing, unless no named slot is there."""
     weights = config.own_weights()
-    if not weights:
-        return (1.0,) * len(slots)
-    own = tuple(weights[slot] if slot < len(weights) else 0.0 for slot in slots)
+    own = tuple(weights[slot] if slot < len(weights) else 0.0 for slot in slots) if weights else ()
     if any(own):
         return own
-    logger.info("none of the ranks that --own %s names is there: all ranks own as much", config.own)
+    if weights:
+        logger.warning(
+            "none of the ranks that own a part by --own %s is there: all ranks own as much [no-owner]", config.own
+        )
     return (1.0,) * len(slots)
 
 
-def owned_by_fractions(
-    owned: OwnedState, group: Group, config: DistributedConfig, *, slots: Sequence[int]
-) -> OwnedGradients:
-    """Sums of gradients that go to their owners. `owned` still has the state by earlier cuts. Collective."""
-    owned.earlier = owned.held()
-    return OwnedGradients(
-        list(owned.names), group, fractions=fractions_by_slot(config, slots),
-        bucket_bytes=int(config.bucket_cap_mb * _MIB), cuts_tensors=owned.is_elementwise,
-        dtype=torch.float64 if config.reduce_dtype is not None else None,
-    )  # fmt: skip
+def _chosen(parameters: Sequence[torch.nn.Parameter], rooms: Sequence[int], rows: Rows, group: Group) -> int:
+    """What `--shard-model auto` chooses, before any speed is known: ranks count as equally fast."""
+    memory = _model_memory(parameters)
+    ranks = [
+        RankMemory(
+            f"rank {rank}",
+            Cost(0.0, 1.0),
+            room + memory.parameter_bytes,
+            _LINK_BYTES_PER_S,
+            is_stable=bool(rows[rank, 3]),
+        )
+        for rank, room in enumerate(rooms)
+    ]
+    found = candidates(ranks, memory, total=len(ranks))
+    layout = choose(found)
+    if group.rank == 0:
+        others = "; ".join(
+            f"{one.shard_model} would leave {in_words(min(one.left_bytes))} on the fullest rank"
+            if isinstance(one, Layout)
+            else f"{one.shard_model} does not fit: {one.reason}"
+            for one in found
+            if one is not layout
+        )
+        logger.info(
+            "--shard-model auto: %s, which leaves %s on the fullest rank; %s", layout.shard_model,
+            in_words(min(layout.left_bytes)), others,
+        )  # fmt: skip
+    return _REPLICAS if layout.shard_model == "none" else _OWNERS
 
 
-def replicated(parameters: Sequence[torch.nn.Parameter], group: Group, config: DistributedConfig) -> GradientSync:
-    """Sums of gradients that every rank gets. Collective."""
-    return gradients_of(
-        parameters, group, bucket_bytes=int(config.bucket_cap_mb * _MIB), is_wide=config.reduce_dtype is not None
+def _model_memory(parameters: Sequence[torch.nn.Parameter]) -> ModelMemory:
+    itemsize = parameters[0].element_size()
+    return ModelMemory(
+        sum(parameter.numel() for parameter in parameters),
+        compute_bytes_per_parameter=itemsize,
+        optimizer_bytes_per_parameter=2 * itemsize,
+        gradient_bytes_per_parameter=itemsize,
     )
+
+
+def _room_bytes(device: torch.device) -> int:
+    """Memory that this process could still get on its device, or on its host, beside the model."""
+    if device.type == "cuda":
+        return device_memory.free_bytes(device)
+    return host_memory.available_bytes()
+
+
+def _capped(rows: Rows) -> list[int]:
+    """The room of each rank. Ranks of one host divide its memory, and what --own-memory says, among themselves."""
+    beside, on_host = Counter(rows[:, 4].tolist()), Counter(rows[rows[:, 6] == 0, 4].tolist())
+    rooms = []
+    for _, _, room, _, host, most, is_gpu in rows.tolist():
+        own = room if is_gpu else room // on_host[host]
+        rooms.append(own if most < 0 else min(own, most // beside[host]))
+    return rooms
+
+
+def _say_who_owns(reducer: OwnedGradients, slots: Sequence[int]) -> None:
+    ownership = reducer.ownership
+    parts = [
+        f"rank {slot} {100 * ownership.owned_by(rank) / max(1, ownership.total):.3g} %"
+        for rank, slot in enumerate(slots)
+    ]
+    logger.info("optimizer state and gradient sums are divided: %s", ", ".join(parts))

@@ -110,8 +110,11 @@ class Session:
         self.close(has_failed=self._is_trusted and (kind is not None or self.saver.last_error is not None))
 
     def suspend(self) -> None:
-        """Stop the threads and processes of a generation that is over. The model stays as it is."""
-        self.saver.close(is_hasty=True)
+        """Stop the threads and processes of a generation that is over. The model stays as it is.
+
+        Where ranks own parts of the state, the newest one in memory stays too: the part of a lost rank may be there.
+        """
+        self.saver.close(is_hasty=True, has_failed=self.controller.replica.owned is not None)
         self.controller.loader.close()
 
     def close(self, *, has_failed: bool = False) -> None:

@@ -528,14 +528,16 @@ class Controller:
         if self._last is not None:
             tag, verdict = self._last
             last = Update(tag, verdict, base64.b64encode(self._rows.tobytes()).decode())
-        cost = self.pace.cost()
+        owned = self.replica.owned
         return Report(
             incarnation,
             self.group.generation,
             lineage=self.state.lineage,
             gradient=None if held is None else Tag(held.plan.step, self.group.generation, held.attempt),
             last=last,
-            cost=cost,
+            cost=self.pace.cost(),
+            part=None if owned is None else owned.part,
+            cut=None if owned is None else owned.cut,
         )
 
     def catch_up(self, last: Update | None) -> None:

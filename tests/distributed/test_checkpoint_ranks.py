@@ -16,6 +16,7 @@ from hetseq.checkpoint.memory_recovery import find_states
 from hetseq.errors import CheckpointRefused, PeerLostError
 from tests.support.checkpoints import checked_step, contents, folder, keep, keeping, loaded_step, manager, save
 from tests.support.ranks import run_ranks
+from tests.support.sliced import held_by, is_state, save_held, save_held_in_background
 
 
 def save_and_load(group: Any, run: str, step: int) -> tuple[SaveResult, int, list[float]]:
@@ -75,6 +76,26 @@ def load_as_nodes_of_their_own(group: Any, run: str) -> tuple[int, bool]:
     own.close(has_failed=True)
     assert loaded is not None
     return checked_step(loaded), loaded.is_from_memory
+
+
+def save_slices(group: Any, run: str) -> list[Any]:
+    """Saves in the background, of cuts that change, and at last one for which this rank waits."""
+    own, results = manager(Path(run), group, run_id=run, patience_s=15.0), []
+    assert own.prepare(held_by(group.rank, (6, 2, 1), 0)) is None
+    for step, cut in enumerate([(6, 2, 1), (6, 2, 1), (0, 5, 4)], 1):
+        results.append(save_held_in_background(own, held_by(group.rank, cut, step), step))
+    results.append(save_held(Path(run), group, held_by(group.rank, (1, 1, 1), 4), 4, own))
+    own.close()
+    return results
+
+
+def test_slices_are_saved_in_the_background_also_when_they_are_cut_anew(tmp_path: Path) -> None:
+    for results in run_ranks(save_slices, 3, str(tmp_path)):
+        assert [(result.ok, result.error) for result in results] == [(True, None)] * 4
+    for step in (1, 2, 3, 4):
+        loaded = manager(tmp_path).load(str(step))
+        assert loaded is not None
+        assert is_state(loaded.tensors, step)
 
 
 def test_parts_in_the_memory_of_other_nodes_travel_over_the_real_group(tmp_path: Path) -> None:

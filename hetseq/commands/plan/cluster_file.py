@@ -11,9 +11,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from hetseq.balance.memory_plan import ModelMemory, RankMemory
+from hetseq.balance.shares import Cost
 from hetseq.balance.simulation import Clock, Cluster, Link, RankGroup
+from hetseq.config.byte_size import parse_size
 from hetseq.errors import ConfigError
 from hetseq.registry import nearest
 
@@ -22,33 +25,59 @@ _MOST_RANKS = 100_000
 _MOST_STEPS = 100_000
 _MOST_SAMPLES = 10**12
 _LEAST, _MOST = 1e-9, 1e18
-_TOP = ("global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed")
-_GROUP = ("name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link")
+_TOP = (
+    "global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed", "parameters", "activation",
+)  # fmt: skip
+_GROUP = (
+    "name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link", "memory", "host_memory",
+    "stable",
+)  # fmt: skip
+_OF_MEMORY = ("memory", "host_memory", "stable")
+_BUCKET = 25 * 2**20 // 4  # elements of the buckets of --bucket-cap-mb
 _LINK = ("mbit_per_s", "latency_ms")
 
 
 @dataclass(frozen=True)
+class MemoryOnPaper:
+    """A model, and the memory of all ranks; `groups`: the name of each group and its ranks."""
+
+    model: ModelMemory
+    ranks: tuple[RankMemory, ...]
+    groups: tuple[tuple[str, range], ...]
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """The content of a file: a cluster, how long to simulate it, and global batches, the main one first."""
+    """The content of a file: a cluster, how long to simulate it, and global batches, the main one first.
+
+    `memory`, if the file has `parameters`, also has the groups that compute nothing, which `cluster` leaves out.
+    """
 
     cluster: Cluster
     clock: Clock
     global_batches: tuple[int, ...]
+    memory: MemoryOnPaper | None = None
 
 
 def read_experiment(file: Path) -> Experiment:
     """Read the experiment from a YAML file. Raises ConfigError with file, line and key."""
     top = _Table(file, "", _compose(file), _TOP)
-    groups = [_group(_Table(file, key, node, _GROUP)) for key, node in top.entries("groups")]
+    tables = [_Table(file, key, node, _GROUP) for key, node in top.entries("groups")]
+    groups = [_group(table) for table in tables]
     names = [group.name for group in groups]
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ConfigError(
                 f"{file}: groups[{place}].name: found {name!r} again, expected a different name for each group"
             )
-    cluster = Cluster(tuple(groups), top.number("gradient_bytes", least=0))
-    if cluster.world_size > _MOST_RANKS:
-        raise ConfigError(f"{file}: groups: found {cluster.world_size} ranks in all, expected at most {_MOST_RANKS}")
+    computing = tuple(group for group in groups if group.samples_per_s)
+    if not computing:
+        raise ConfigError(f"{file}: groups: found none that computes, expected a group with samples_per_s above 0")
+    memory = _memory(top, tables, groups)
+    default = None if memory is None else float(memory.model.gradient_bytes)
+    cluster = Cluster(computing, top.number("gradient_bytes", least=0, default=default))
+    if (count := sum(group.count for group in groups)) > _MOST_RANKS:
+        raise ConfigError(f"{file}: groups: found {count} ranks in all, expected at most {_MOST_RANKS}")
     clock = Clock(
         steps=top.whole("steps", least=1, most=_MOST_STEPS, default=Clock.steps),
         noise=top.number("noise", least=0, most=10, default=Clock.noise),
@@ -57,7 +86,7 @@ def read_experiment(file: Path) -> Experiment:
     batches = [top.whole("global_batch", least=1, most=_MOST_SAMPLES)]
     if top.has("other_batches"):
         batches += [top.read_whole(key, node, 1, _MOST_SAMPLES) for key, node in top.entries("other_batches")]
-    return Experiment(cluster, clock, tuple(dict.fromkeys(batches)))
+    return Experiment(cluster, clock, tuple(dict.fromkeys(batches)), memory)
 
 
 def _group(table: _Table) -> RankGroup:
@@ -65,7 +94,7 @@ def _group(table: _Table) -> RankGroup:
     return RankGroup(
         name=table.text("name"),
         count=table.whole("count", least=1, most=_MOST_RANKS),
-        samples_per_s=table.number("samples_per_s", least=_LEAST),
+        samples_per_s=table.number("samples_per_s", least=_LEAST, or_none=table.has("memory")),
         fixed_s=table.number("fixed_s", least=0, default=0.0),
         micro_batch=table.whole("micro_batch", least=1, most=_MOST_SAMPLES) if table.has("micro_batch") else None,
         per_micro_batch_s=table.number("per_micro_batch_s", least=0, default=0.0),
@@ -74,6 +103,27 @@ def _group(table: _Table) -> RankGroup:
             latency_s=link.number("latency_ms", least=0, default=0.0) / 1e3,
         ),
     )
+
+
+def _memory(top: _Table, tables: Sequence[_Table], groups: Sequence[RankGroup]) -> MemoryOnPaper | None:
+    """The model and the memory of every rank; None if the file has no `parameters`."""
+    if not top.has("parameters"):
+        for table, key in [(top, "activation"), *((table, key) for table in tables for key in _OF_MEMORY)]:
+            table.refuse_without_parameters(key)
+        return None
+    parameters = int(top.number("parameters", least=1, most=_MOST))
+    ranks, shown = list[RankMemory](), list[tuple[str, range]]()
+    for table, group in zip(tables, groups):
+        cost = group.rank().cost if group.samples_per_s else Cost(0.0, 1.0, limit=0)
+        name = group.name if group.count == 1 else f"each {group.name}"
+        one = RankMemory(
+            name, cost, table.size("memory"), group.link.bytes_per_s, table.size("host_memory", default=0),
+            is_stable=table.truth("stable", default=False),
+        )  # fmt: skip
+        shown.append((group.name, range(len(ranks), len(ranks) + group.count)))
+        ranks += [one] * group.count
+    model = ModelMemory(parameters, top.size("activation", default=0), min(parameters, _BUCKET))
+    return MemoryOnPaper(model, tuple(ranks), tuple(shown))
 
 
 def _compose(file: Path) -> Any:
@@ -125,13 +175,17 @@ class _Table:
             self._refuse(self._full(key), node, "a name")
         return str(node.value)
 
-    def number(self, key: str, *, least: float, most: float = _MOST, default: float | None = None) -> float:
-        """The number of a key, or `default` if the key is absent; None: it is required."""
+    def number(
+        self, key: str, *, least: float, most: float = _MOST, default: float | None = None, or_none: bool = False
+    ) -> float:
+        """The number of a key, or `default` if the key is absent; None: it is required. `or_none`: 0 is allowed."""
         if default is not None and key not in self._values:
             return default
-        expected = f"a number from {least:g} to {most:g}"
+        expected = f"a number from {least:g} to {most:g}{', or 0' if or_none else ''}"
         node = self._get(key, expected)
         value = _number(node)
+        if or_none and value == 0:
+            return 0.0
         if not least <= value <= most:
             self._refuse(self._full(key), node, expected)
         return value
@@ -147,6 +201,35 @@ class _Table:
         if not (least <= value <= most and value == int(value)):
             self._refuse(key, node, _whole(least, most))
         return int(value)
+
+    def size(self, key: str, *, default: int | None = None) -> int:
+        """The bytes of a key, or `default` if the key is absent; None: it is required."""
+        if default is not None and key not in self._values:
+            return default
+        expected = "a size, as in 24G or 500M"
+        node = self._get(key, expected)
+        value = _number(node)
+        if 0 <= value <= _MOST:
+            return int(value)
+        try:
+            return parse_size(node.value if node.id == "scalar" else "", key)
+        except ConfigError:
+            self._refuse(self._full(key), node, expected)
+
+    def truth(self, key: str, *, default: bool) -> bool:
+        """Whether the key says true, or `default` if it is absent."""
+        if key not in self._values:
+            return default
+        node = self._values[key]
+        if node.id != "scalar" or node.value.lower() not in ("true", "false"):
+            self._refuse(self._full(key), node, "true or false")
+        return bool(node.value.lower() == "true")
+
+    def refuse_without_parameters(self, key: str) -> None:
+        """Raise ConfigError if the key is there, as the file has no `parameters`."""
+        if key in self._values:
+            place, name = self._place(self._values[key]), self._full(key)
+            raise ConfigError(f"{place}: {name} belongs to parameters: add parameters, as in 3e9, or leave {name} out")
 
     def table(self, key: str, known: Sequence[str]) -> _Table:
         return _Table(self._file, self._full(key), self._get(key, f"a mapping with the keys {', '.join(known)}"), known)
@@ -169,7 +252,7 @@ class _Table:
     def _place(self, node: Any) -> str:
         return f"{self._file}, line {node.start_mark.line + 1}" if node is not None else str(self._file)
 
-    def _refuse(self, key: str, node: Any, expected: str) -> None:
+    def _refuse(self, key: str, node: Any, expected: str) -> NoReturn:
         shapes = {"mapping": "a mapping", "sequence": "a list"}
         found = "nothing" if node is None else shapes.get(node.id) or (repr(node.value) if node.value else "nothing")
         raise ConfigError(f"{self._place(node)}: {key}: found {found}, expected {expected}")

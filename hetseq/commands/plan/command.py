@@ -22,7 +22,19 @@ import yaml
 
 from hetseq.balance.shares import NEGLIGIBLE_GAIN
 from hetseq.balance.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
+from hetseq.commands.plan.cells import seconds_text, shares_text, speed_text
 from hetseq.commands.plan.cluster_file import Experiment, read_experiment
+from hetseq.commands.plan.layouts import (
+    OPTIONS,
+    ModelLayouts,
+    ModelQuestion,
+    layout_facts,
+    layout_lines,
+    layouts_of,
+    model_of,
+    question_of,
+    ranks_of,
+)
 from hetseq.commands.plan.measured_run import MeasuredRun, named, read_measured
 from hetseq.config.command_line import Argument, Command, CommandOption
 from hetseq.errors import ConfigError
@@ -32,7 +44,6 @@ from hetseq.run_directory import RunDirectory
 _MOST_TIMES = 1e6
 _LEARNED, _LEAST_LEARNED = 60_000, 10
 _LATER = 7  # steps by which the noise of an added rank is shifted against the rank it copies
-_SHOWN_SHARES = 12  # ranks whose shares are listed one by one
 
 # the command lines
 
@@ -51,11 +62,12 @@ class Addition:
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """`hetseq plan RUN --without RANK --add NAME:SPEED --json`."""
+    """`hetseq plan RUN --without RANK --add NAME:SPEED --model-parameters N --memory RANK:SIZE,... --json`."""
 
     run: Path
     without: tuple[int, ...] = ()
     add: tuple[Addition, ...] = ()
+    model: ModelQuestion | None = None
     wants_json: bool = False
 
 
@@ -88,6 +100,7 @@ def parse_plan(argv: Sequence[str]) -> PlanArguments:
         run=Path(given["RUN"]),
         without=tuple(dict.fromkeys(given["--without"])),
         add=given["--add"],
+        model=question_of(given),
         wants_json=given["--json"],
     )
 
@@ -122,7 +135,10 @@ def _addition(text: str) -> Addition:
 PLAN = Command(
     "plan",
     "Predict how fast a run would be with the best shares, without a rank, or with another one.",
-    usage=("RUN [--without RANK]... [--add NAME:SPEED]... [--json]",),
+    usage=(
+        "RUN [--without RANK]... [--add NAME:SPEED]... [--json]",
+        "RUN --model-parameters N --memory RANK:SIZE,... [options]",
+    ),
     words=(
         Argument("RUN", "the --save-dir of a run, finished or not; nothing in it is changed"),
         CommandOption(
@@ -137,9 +153,14 @@ PLAN = Command(
             read=_addition,
             is_many=True,
         ),
+        *OPTIONS,
         CommandOption("--json", "print one line of JSON, for scripts"),
     ),
-    examples=("hetseq plan runs/mnist", "hetseq plan runs/mnist --without 1 --add gpu3:2.0"),
+    examples=(
+        "hetseq plan runs/mnist",
+        "hetseq plan runs/mnist --without 1 --add gpu3:2.0",
+        "hetseq plan runs/pair --model-parameters 1.3e9 --memory 0:24G,1:11G,server:64G --stable server",
+    ),
 )  # fmt: skip
 
 SIMULATE = Command(
@@ -177,6 +198,8 @@ class ClusterPlan:
     best: Scenario
     others: tuple[Scenario, ...]
     advice: tuple[str, ...]
+    layouts: ModelLayouts | None = None
+    notes: tuple[str, ...] = ()
 
 
 def make_plan(arguments: PlanArguments) -> ClusterPlan:
@@ -206,7 +229,16 @@ def make_plan(arguments: PlanArguments) -> ClusterPlan:
     now = replace(best, title="now, as measured", step=step)
     if best.step.step_s > now.step.step_s:  # noise is part of the step, but not of the choice of shares
         best = replace(best, step=step)
+    layouts, notes = None, list(measured.notes)
+    if arguments.model is not None:
+        staying = [rank for rank in range(world_size) if rank not in arguments.without]
+        ranks, assumed = ranks_of(arguments.model, measured, staying, added)
+        notes += assumed
+        model = model_of(arguments.model.parameters, arguments.model.activation_bytes, options)
+        layouts = layouts_of(ranks, model, measured.total)
     return ClusterPlan(
+        layouts=layouts,
+        notes=tuple(notes),
         measured=measured,
         now=now,
         best=best,
@@ -268,8 +300,8 @@ def _advice(measured: MeasuredRun, now: Step, best: Step) -> list[str]:
     lines = [f"{_named(measured, [busy.index(max(busy))])} sets the pace"] if len(busy) > 1 else []
     if best.step_s < (1 - NEGLIGIBLE_GAIN) * now.step_s:
         lines.append(
-            f"other shares make this run faster: a step takes {_s(best.step_s)} instead of {_s(now.step_s)}"
-            " (--balance auto finds them)"
+            f"other shares make this run faster: a step takes {seconds_text(best.step_s)} instead of"
+            f" {seconds_text(now.step_s)} (--balance auto finds them)"
         )
     names = [rank.name.rpartition("/")[2].partition(":")[0] for rank in measured.ranks]
     beside_gpu = [rank for rank, device in enumerate(names) if device == "cpu" and set(names) != {"cpu"}]
@@ -282,7 +314,8 @@ def _advice(measured: MeasuredRun, now: Step, best: Step) -> list[str]:
             continue
         without = _scenario(measured, "", group).step
         one = len(group) == 1
-        times = f"without {'it' if one else 'them'} a step takes {_s(without.step_s)} instead of {_s(best.step_s)}"
+        who = "it" if one else "them"
+        times = f"without {who} a step takes {seconds_text(without.step_s)} instead of {seconds_text(best.step_s)}"
         if without.step_s < (1 - NEGLIGIBLE_GAIN) * best.step_s:
             lines.append(f"{_named(measured, group)} slow{'s' * one} this run: {times}")
         elif set(group) <= set(beside_gpu) and without.step_s > (1 + NEGLIGIBLE_GAIN) * best.step_s:
@@ -317,6 +350,7 @@ class ClusterComparison:
     experiment: Experiment
     trials: tuple[Trial, ...]
     advice: tuple[str, ...]
+    layouts: ModelLayouts | None = None
 
     @property
     def balanced(self) -> Step:
@@ -347,9 +381,12 @@ def compare(arguments: SimulateArguments) -> ClusterComparison:
         others = cluster.without(group.name)
         without = run(others, best_shares(others.ranks, total), clock)
         if without.step_s < (1 - NEGLIGIBLE_GAIN) * balanced.step_s:
-            times = f"without it a step takes {_s(without.step_s)} instead of {_s(balanced.step_s)}"
+            times = f"without it a step takes {seconds_text(without.step_s)} instead of {seconds_text(balanced.step_s)}"
             advice.append(f"{group.name} slows this cluster: {times}")
-    return ClusterComparison(experiment, tuple(trials), tuple(advice))
+    memory, layouts = experiment.memory, None
+    if memory is not None:
+        layouts = layouts_of(memory.ranks, memory.model, total, memory.groups)
+    return ClusterComparison(experiment, tuple(trials), tuple(advice), layouts)
 
 
 # text and JSON
@@ -366,8 +403,8 @@ def plan_text(plan: ClusterPlan) -> str:
         ranks.append((str(rank), model.name, *shares, *_cost_cells(model, measured, has_stairs)))
     scenarios: list[Cells] = [("", "step", "of it exchange", "samples/s", "efficiency", "shares")]
     for scenario in (plan.now, plan.best, *plan.others):
-        times = _s(scenario.step.step_s), _s(scenario.step.communication_s)
-        shown = _shares_text(scenario.step.shares)
+        times = seconds_text(scenario.step.step_s), seconds_text(scenario.step.communication_s)
+        shown = shares_text(scenario.step.shares)
         scenarios.append((scenario.title, *times, *_speed_cells(scenario.step), shown))
     lines = [
         f"{measured.run}: {measured.total} samples a step; medians of {measured.steps} steps up to step"
@@ -378,7 +415,8 @@ def plan_text(plan: ClusterPlan) -> str:
         *table(scenarios, left=(0, 5)),
         "",
         *plan.advice,
-        *(f"note: {note}" for note in measured.notes),
+        *(["", *layout_lines(plan.layouts)] if plan.layouts else []),
+        *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
 
@@ -399,7 +437,8 @@ def plan_json(plan: ClusterPlan) -> str:
                 for scenario in (plan.now, plan.best, *plan.others)
             ],
             "advice": plan.advice,
-            "notes": measured.notes,
+            "notes": plan.notes,
+            **({"model": layout_facts(plan.layouts)} if plan.layouts else {}),
         }
     )  # fmt: skip
 
@@ -411,12 +450,12 @@ def simulation_text(comparison: ClusterComparison) -> str:
         ("", "samples a step", "step", "computing", "waiting", "exchange", "samples/s", "efficiency")
     ]
     for trial in comparison.trials:
-        times = map(_s, _times(trial.step))
+        times = map(seconds_text, _times(trial.step))
         trials.append((trial.title, str(sum(trial.step.shares)), *times, *_speed_cells(trial.step)))
     groups: list[Cells] = [("group", "ranks", "samples each", "of the step")]
     for group, shares in cluster.by_group(comparison.balanced.shares):
         part = sum(shares) / sum(comparison.balanced.shares)
-        groups.append((group.name, str(group.count), _shares_text(shares, shown=1), f"{part:.1%}"))
+        groups.append((group.name, str(group.count), shares_text(shares, shown=1), f"{part:.1%}"))
     lines = [
         f"{cluster.world_size} ranks, gradients of {cluster.gradient_bytes / 1e6:,.4g} MB; means of {clock.steps}"
         f" steps, noise {clock.noise:g}, seed {clock.seed}",
@@ -426,6 +465,7 @@ def simulation_text(comparison: ClusterComparison) -> str:
         *table(groups, left=(0,)),
         "",
         *comparison.advice,
+        *(["", *layout_lines(comparison.layouts)] if comparison.layouts else []),
     ]
     return "\n".join(lines)
 
@@ -451,6 +491,7 @@ def simulation_json(comparison: ClusterComparison) -> str:
                 for trial in comparison.trials
             ],
             "advice": comparison.advice,
+            **({"model": layout_facts(comparison.layouts)} if comparison.layouts else {}),
         }
     )  # fmt: skip
 
@@ -468,30 +509,10 @@ def _cost_cells(rank: RankModel, measured: MeasuredRun, has_stairs: bool) -> Cel
     cost = rank.cost
     if cost.limit == 0:
         return ("?",) * (4 if has_stairs else 3)
-    stairs = f"{_s(cost.per_batch_s)} of {cost.batch}" if cost.batch else "-"
-    alone = _speed(rank.alone_per_s(measured.total) / measured.scale)
-    return (_s(cost.fixed_s), _s(cost.per_unit_s), *((stairs,) if has_stairs else ()), alone)
+    stairs = f"{seconds_text(cost.per_batch_s)} of {cost.batch}" if cost.batch else "-"
+    alone = speed_text(rank.alone_per_s(measured.total) / measured.scale)
+    return (seconds_text(cost.fixed_s), seconds_text(cost.per_unit_s), *((stairs,) if has_stairs else ()), alone)
 
 
 def _speed_cells(step: Step) -> tuple[str, str]:
-    return _speed(step.samples_per_s), f"{step.efficiency:.0%}"
-
-
-def _speed(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
-
-
-def _s(seconds: float) -> str:
-    """Seconds with three significant digits, in readable units."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
-
-
-def _shares_text(shares: Sequence[int], *, shown: int = _SHOWN_SHARES) -> str:
-    """Shares one by one, or from least to most if there are many."""
-    if len(shares) <= shown:
-        return ",".join(map(str, shares))
-    least, most = min(shares), max(shares)
-    return str(least) if least == most else f"{least} to {most}"
+    return speed_text(step.samples_per_s), f"{step.efficiency:.0%}"

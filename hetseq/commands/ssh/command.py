@@ -16,7 +16,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -80,6 +80,12 @@ COMMAND = Command(
             read=whole_number(1, 65535),
         ),
         CommandOption(
+            "--own-memory",
+            "--own-memory of one host, as in server:stable,64G; give it once per host. Behind -- it is for all hosts",
+            "HOST:VALUE",
+            is_many=True,
+        ),
+        CommandOption(
             "--install",
             "run nothing, and install on each host this HetSeq, and this node's versions of torch and the other"
             " packages, with the build of torch for its cards; what is there already stays",
@@ -110,7 +116,7 @@ COMMAND = Command(
     alone="--install",
 )  # fmt: skip
 _OF_INSTALL = ("--packages", "--dry-run")
-_OF_RUN = ("--directory", "--address", "--port")
+_OF_RUN = ("--directory", "--address", "--port", "--own-memory")
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ class SshRequest:
     port: int | None
     has_min_ranks: bool
     secret_file: str
+    own_memory: Mapping[str, str]  # by host
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -146,7 +153,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 def parse_install(asked: Given) -> InstallRequest:
     """The request for `--install`. Raises ConfigError for options of a run."""
     for flag in _OF_RUN:
-        if asked[flag] is not None:
+        if asked[flag]:
             raise COMMAND.refusal(f"{flag} belongs to a run: leave it out beside --install")
     if asked.rest:
         raise COMMAND.refusal("--install runs nothing: leave out -- and what follows, and run them afterwards")
@@ -181,7 +188,22 @@ def parse(asked: Given) -> SshRequest:
         hosts, program, tuple(shlex.split(asked["--ssh"])), asked["--directory"] or os.getcwd(),
         f"{asked['--env'].rstrip('/')}/bin/python" if asked["--env"] else asked["--python"] or sys.executable,
         asked["--env-setup"], address, asked["--port"], has_min_ranks, config.distributed.secret_file,
+        _own_memory_of(asked["--own-memory"], [name for name, _ in hosts], [*program.options, *meeting]),
     )  # fmt: skip
+
+
+def _own_memory_of(entries: Sequence[str], names: Sequence[str], words: Sequence[str]) -> dict[str, str]:
+    """The values of `--own-memory HOST:VALUE` by host. Raises ConfigError for unknown hosts and invalid values."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, _, value = entry.rpartition(":")
+        if name not in names or name in found:
+            raise COMMAND.refusal(
+                f"--own-memory {entry}: expected HOST:VALUE with a host of --hosts ({', '.join(names)}), each once"
+            )
+        options.parse([*words, "--own-memory", value])
+        found[name] = value
+    return found
 
 
 class FanOut:
@@ -202,8 +224,10 @@ class FanOut:
         """Connect, agree, begin, wait. Raises RendezvousError for secrets that differ."""
         for name, count in self._request.hosts:
             host = self._links.open(name, self._command(name))
-            program, ranks = self._request.program, ["--ranks", str(count)] if count else []
-            self._links.tell(host, words=[*program.options, *ranks], script=list(program.script))
+            program, own = self._request.program, ["--ranks", str(count)] if count else []
+            if (memory := self._request.own_memory.get(name)) is not None:
+                own += ["--own-memory", memory]
+            self._links.tell(host, words=[*program.options, *own], script=list(program.script))
         begun_s, is_said = time.monotonic(), False
         while any(host.facts is None for host in self._hosts):
             self._turn()

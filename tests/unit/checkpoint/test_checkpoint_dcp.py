@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
-from hetseq.checkpoint import Commit, layout, records
+from hetseq.checkpoint import Commit, holdings, layout, records
 from hetseq.checkpoint import dcp as ours
-from hetseq.checkpoint import sync_save as saving
 from hetseq.checkpoint import tensor_reader as spans
 from hetseq.checkpoint.dcp import HetSeqReader
 from hetseq.checkpoint.verification import Inspected
@@ -104,7 +103,7 @@ def test_a_long_row_of_blocks_is_halved_and_not_peeled(tmp_path: Path, monkeypat
 
 
 def test_slices_may_lie_in_the_parts_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "divide", lambda specs, weights: layout.divide(specs, weights)[::-1])
+    monkeypatch.setattr(holdings, "divide", lambda specs, weights: layout.divide(specs, weights)[::-1])
     state = odd_state()
     save_state(tmp_path, 1, state, UNEQUAL)
     assert differing(load(tmp_path, state), state) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -25,6 +26,7 @@ while [[ "$1" == -* ]]; do [ "$1" = -o ] && shift; shift; done
 [ "$1" = mute ] && exec sleep 100
 [ "$1" = off ] && { echo "ssh: no route" >&2; exit 255; }
 read words
+[ "$1" = echoes ] && echo "$words"
 echo 'hetseq far end: {"workers": 1, "port": 7, "secret": "same"}'
 read begin || exit 75
 case "$1" in
@@ -35,6 +37,9 @@ case "$1" in
 esac
 echo one; printf 'two, and no end' ; exit 0
 """
+
+
+STATE = "--task mnist --global-batch-size 8 --shard-model state"
 
 
 def parse(words: list[str]) -> ssh.SshRequest:
@@ -63,6 +68,17 @@ def test_hosts_are_names_with_or_without_their_workers() -> None:
         ("-- --task mnist", "--hosts LIST is missing"),
         ("--hosts a:1 --task mnist -- --lr 1", "--task is an option of hetseq train: write it after --"),
         ("--hosts a:1 --port 0 -- --task mnist", "--port 0: expected a whole number from 1 to 65535"),
+        (
+            f"--hosts a,b --own-memory c:24G -- {STATE}",
+            "--own-memory c:24G: expected HOST:VALUE with a host of --hosts",
+        ),
+        (f"--hosts a,b --own-memory stable -- {STATE}", "--own-memory stable: expected HOST:VALUE"),
+        (f"--hosts a --own-memory a:1G --own-memory a:2G -- {STATE}", "--own-memory a:2G: expected HOST:VALUE"),
+        (f"--hosts a,b --own-memory a:24X -- {STATE}", "--own-memory 24X: expected a size as in 24G or 500M"),
+        (
+            "--hosts a --own-memory a:1G -- --global-batch-size 8",
+            "but --shard-model none keeps all of it on every rank",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_meant_is_refused_before_any_connection(line: str, said: str) -> None:
@@ -85,8 +101,8 @@ class Fan:
         self._ssh = folder / "ssh"
         program(self._ssh, FAR_END)
 
-    def run(self, hosts: str, **limits: float) -> int:
-        words = f"--hosts {hosts} --ssh {self._ssh} -- --task mnist --global-batch-size 8"
+    def run(self, hosts: str, options: str = "", **limits: float) -> int:
+        words = f"--hosts {hosts} --ssh {self._ssh} {options} -- {STATE}"
         fan = FanOut(parse(shlex.split(words)), self.bell, self.out.append, **limits)
         try:
             return fan.run()
@@ -106,6 +122,13 @@ def fan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fan]:
     monkeypatch.setattr(connections, "_LOOK_S", 0.02)
     yield found
     found.close()
+
+
+def test_the_memory_of_a_host_is_told_to_that_host_alone(fan: Fan) -> None:
+    assert fan.run("echoes:2,b", "--own-memory echoes:stable,64G") == 0
+    told = json.loads(next(line for line in fan.out if "words" in line).removeprefix("[echoes] "))
+    assert told["words"][-4:] == ["--ranks", "2", "--own-memory", "stable,64G"]
+    assert parse(shlex.split(f"--hosts a,b --own-memory b:24G -- {STATE}")).own_memory == {"b": "24G"}
 
 
 def test_each_line_has_its_host_and_the_last_one_needs_no_end(fan: Fan) -> None:

@@ -23,11 +23,12 @@ WITHOUT_TORCH = (
 #: what in these packages does import torch: whatever touches tensors, devices or the task
 BUT_WITH_TORCH = (
     "system.device_memory", "system.gpu", "system.matmul_backend", "data.fetch", "data.lanes", "data.loader",
-    "monitor.versions", "checkpoint.async_save", "checkpoint.dcp", "checkpoint.export", "checkpoint.load",
-    "checkpoint.manager",
+    "monitor.versions", "checkpoint.async_save", "checkpoint.dcp", "checkpoint.export", "checkpoint.holdings",
+    "checkpoint.load", "checkpoint.manager",
     "checkpoint.memory_recovery", "checkpoint.part_io", "checkpoint.snapshot", "checkpoint.sync_save",
-    "checkpoint.tensor_reader", "launch.generation", "launch.launcher_link", "launch.rank_life",
-    "launch.script_alone", "launch.script_worker", "launch.stop_request", "launch.worker",
+    "checkpoint.tensor_reader", "checkpoint.tensor_slices",
+    "launch.generation", "launch.launcher_link", "launch.rank_life", "launch.script_alone", "launch.script_worker",
+    "launch.stop_request", "launch.worker",
     "commands.checkpoints.export_model", "commands.doctor.all_reduce_child", "commands.doctor.torch_child",
     "commands.selftest.checks", "commands.selftest.diagnosis", "commands.selftest.examine",
     "commands.selftest.fixed_randomness", "commands.selftest.measure",
