@@ -137,8 +137,8 @@ def decide(
         raise ValueError(f"no member is left after generation {newest.generation}")
     record = Record(newest.generation + 1, tuple(roster), costs=_costs(roster, reports))
     holders = [name for name, report in voters.items() if report.lineage is not None]
-    if not holders:
-        return replace(record, fresh=frozenset(roster))
+    if not holders:  # a generation that began anew may have ended before any of its members did so
+        return replace(record, fresh=frozenset(roster), lost=newest.lost)
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
     _check_parts([voters[name] for name in holders])
