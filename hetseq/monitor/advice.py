@@ -124,6 +124,8 @@ def _about_ranks(
     total = _total(summary)
     with_all_s = _best_step_s(models, total, summary.communication_s, setting)
     for node, group in _judged(summary):
+        if np.nansum(summary.owned_bytes[list(group)]):
+            continue  # its part of the state may fit nowhere else
         others = [model for rank, model in enumerate(models) if rank not in group]
         if all(model.cost.limit == 0 for model in others):
             continue

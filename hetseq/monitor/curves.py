@@ -11,6 +11,11 @@ from hetseq.monitor.rank_table import Row, rank_speeds
 
 _MOST_RANKS = 8  # with more, only every tenth step has the numbers of each rank
 _THINNING = 10
+#: tag, key of `ranks`, and bytes of its unit; only where ranks own parts of the state
+_OF_OWNERS = (
+    ("owned_gib", "owned_bytes", 2**30), ("planned_gib", "planned_bytes", 2**30), ("sent_mib", "sent_bytes", 2**20),
+    ("received_mib", "received_bytes", 2**20),
+)  # fmt: skip
 
 
 def is_validation(row: Row) -> bool:
@@ -65,6 +70,9 @@ def _rank_numbers(row: Row) -> Iterator[tuple[str, Any]]:
     memory_gib = [used and used / 2**30 for used in ranks.get("memory_bytes") or unknown]
     by_name = {"share": row["shares"], "samples_per_s": speeds, "memory_gib": memory_gib}
     by_name |= {name: ranks.get(name) or unknown for name in ("compute_s", "wait_s", "data_s")}
+    for tag, kind, size_bytes in _OF_OWNERS:
+        if kind in ranks:
+            by_name[tag] = [bytes_ / size_bytes for bytes_ in ranks[kind]]
     for rank in range(size):
         for name, numbers in by_name.items():
             yield f"ranks/{rank}/{name}", numbers[rank]

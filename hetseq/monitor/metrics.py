@@ -20,7 +20,9 @@ With more than one rank a row also has
   `data_s` (waiting for the loader), `wait_s` (for slower peers), `overhead_s` (optimizer, reporting and the like); the
   cost used for the shares, `fixed_s` of a step, `per_sample_s`, and `per_micro_batch_s` of each micro-batch of at
   most `micro_batch` samples (null while unknown; `micro_batch` is also given if the other two are the whole cost);
-  `memory_bytes` in use and `memory_limit_bytes` (0: unknown).
+  `memory_bytes` in use and `memory_limit_bytes` (0: unknown). With `--shard-model state` also `owned_bytes` of the
+  state, `sent_bytes` and `received_bytes` of the step, and if there is a plan `planned_bytes`, the memory that it
+  expects a rank to use.
 
 A row with `ranks` can be read without any other row, so rows may be lost, repeated and handed over one by one. In a
 world of more than 64 ranks only every tenth step has them.

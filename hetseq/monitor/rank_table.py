@@ -29,6 +29,13 @@ _GAP = 2  # characters between columns
 _LEAST_NAME = 8  # fewest characters of a shortened name that is still useful
 _BAR, _LEAST_BAR, _USUAL_BAR, _MOST_BAR = "step", 10, 20, 40
 _NARROW = 70  # characters of a terminal, below which the bars are short
+_NARROW_FOR_OWNERS = 130
+#: of columns beside a bar
+_DRAWN_IMPORTANCE = (
+    ("where", 2.0), ("wait", 3.0), ("memory GiB", 3.1), ("plan", 3.2), ("seen", 3.4), ("samples/s", 3.6),
+    ("sent", 3.7), ("received", 3.8), ("compute", 4.0),
+)  # fmt: skip
+_OF_OWNERS = ("memory GiB", "plan")  # less important while every rank holds everything
 #: a bar's parts in its order: the character, and the kind
 _BAR_PARTS = (("█", "compute"), ("▓", "data"), ("▒", "rest"), ("░", "wait"))
 _STATE_KINDS = {
@@ -62,6 +69,15 @@ class RankSummary:
     per_sample_s: Numbers  # of each of its samples
     per_micro_batch_s: Numbers  # and of each micro-batch
     micro_batch: Numbers  # the most samples of one
+    owned_bytes: Numbers  # of the state; known only where ranks own parts of it, as the three below
+    sent_bytes: Numbers  # in a step, to owners and to ranks that compute
+    received_bytes: Numbers
+    planned_bytes: Numbers  # the memory that the plan expects a rank to use
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether ranks own parts of the state."""
+        return bool(np.isfinite(self.owned_bytes).any())
 
 
 @dataclass(frozen=True)
@@ -121,6 +137,10 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
         per_sample_s=median("per_sample_s", of=with_costs),
         per_micro_batch_s=median("per_micro_batch_s", of=with_costs),
         micro_batch=_numbers(newest["ranks"].get("micro_batch"), size),
+        owned_bytes=_numbers(newest["ranks"].get("owned_bytes"), size),
+        sent_bytes=median("sent_bytes"),
+        received_bytes=median("received_bytes"),
+        planned_bytes=_known(_numbers(newest["ranks"].get("planned_bytes"), size)),
     )
 
 
@@ -188,10 +208,11 @@ def drawn_table(summary: RankSummary, chosen: Sequence[int], *, width: int, sign
     columns[places["state"]] = replace(
         columns[places["state"]], cells=[_state_word(summary, rank, signs) for rank in chosen]
     )
-    for head, importance in (("where", 2.0), ("wait", 3.0), ("seen", 3.4), ("samples/s", 3.6), ("compute", 4.0)):
-        if head in places:
+    for head, importance in _DRAWN_IMPORTANCE:
+        if head in places and (summary.has_owners or head not in _OF_OWNERS):
             columns[places[head]] = replace(columns[places[head]], importance=importance)
-    columns.insert(places["share"] + 1, _Column(_BAR, [], _LEAST_BAR if width < _NARROW else _USUAL_BAR, 1.5))
+    is_narrow = width < (_NARROW_FOR_OWNERS if summary.has_owners else _NARROW)
+    columns.insert(places["share"] + 1, _Column(_BAR, [], _LEAST_BAR if is_narrow else _USUAL_BAR, 1.5))
     columns = _columns_that_fit(columns, width)
     rest = sum(_GAP + column.width for column in columns if column.head != _BAR)
     bar_width = min(_MOST_BAR, width - rest)
@@ -236,6 +257,11 @@ def _numbers(values: Any, size: int) -> Numbers:
         given = np.asarray(values, float)[:size]  # None becomes NaN
         found[: len(given)] = given
     return found
+
+
+def _known(numbers: Numbers) -> Numbers:
+    """The same, with NaN in place of 0."""
+    return np.where(numbers > 0, numbers, np.nan)
 
 
 def _of_one_world(rows: Sequence[Row]) -> list[Row]:
@@ -307,8 +333,17 @@ def _columns(summary: RankSummary, chosen: Sequence[int], signs: Signs | None) -
         column("compute", summary.compute_s, _seconds, 7, 2),
         column("wait", summary.wait_s, _seconds, 7, 3),
         column("data", summary.data_s, _seconds, 7, 6),
-        _Column("memory GiB", [_memory(summary, rank) for rank in chosen], 10, 7),
+        _Column("memory GiB", [_memory(summary, rank) for rank in chosen], 10, 4.5 if summary.has_owners else 7),
     ]
+    if summary.has_owners:
+        columns += [
+            column("plan", summary.planned_bytes / _GIB, "{:.1f}".format, 4, 4.6),
+            column("state GiB", summary.owned_bytes / _GIB, "{:.2f}".format, 9, 7),
+            column("sent", summary.sent_bytes, _mib, 8, 8),
+            column("received", summary.received_bytes, _mib, 8, 9),
+        ]
+        columns.insert(3, _Column("owns", [_owned_part(summary, rank) for rank in chosen], 4, 2.5))
+    columns = [column for column in columns if column.head != "plan" or np.isfinite(summary.planned_bytes).any()]
     if signs is not None:
         columns[2] = _Column("share", [_part(summary, rank) for rank in chosen], 8, 1)
         columns.append(_Column("state", [signs.states[rank] for rank in chosen], 5, 1.4))
@@ -319,6 +354,20 @@ def _columns(summary: RankSummary, chosen: Sequence[int], signs: Signs | None) -
 def _part(summary: RankSummary, rank: int) -> str:
     share, total = summary.share[rank], np.nansum(summary.share)
     return "-" if np.isnan(share) else f"{share:.0f} {share / total if total else 0:4.0%}"
+
+
+def _owned_part(summary: RankSummary, rank: int) -> str:
+    owned, total = summary.owned_bytes[rank], np.nansum(summary.owned_bytes)
+    if np.isnan(owned):
+        return "-"
+    part = owned / total if total else 0.0
+    return "<1%" if 0 < part < 0.005 else f"{part:.0%}"
+
+
+def _mib(bytes_: float) -> str:
+    """Of a step: `0.5 MiB`, `12 MiB`, `1234 MiB`."""
+    mib = bytes_ / 2**20
+    return f"{mib:.1f} MiB" if mib < 9.95 else f"{mib:.0f} MiB"
 
 
 def _age(age_s: float) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 
 from hetseq.monitor.advice import ADVICE_STEPS, Advice, AdviceSetting, Adviser
 from hetseq.monitor.rank_table import MEDIAN_STEPS, Numbers, RankSummary, Row, summarise
+from hetseq.monitor.step_time import TOLD_OF_OWNERS
 
 _ADVICE_INTERVAL_S = 5.0
 _ETA_STEPS = 50  # as in the live line
@@ -154,7 +155,9 @@ def _or_none(kind: Callable[[Any], _Number], value: Any) -> _Number | None:
 def _packed(summary: RankSummary) -> dict[str, Any]:
     """The summary as JSON, with only the digits that people and advice need: it is written once a second."""
     packed = {field.name: getattr(summary, field.name) for field in fields(summary)}
-    return {name: _short(values) if name in _BY_RANK else values for name, values in packed.items()}
+    packed = {name: _short(values) if name in _BY_RANK else values for name, values in packed.items()}
+    unknown = [name for name in TOLD_OF_OWNERS if all(value is None for value in packed[name])]
+    return {name: values for name, values in packed.items() if name not in unknown}
 
 
 def _short(values: Numbers) -> list[float | None]:
@@ -164,7 +167,8 @@ def _short(values: Numbers) -> list[float | None]:
 
 def _unpacked(packed: Mapping[str, Any]) -> RankSummary:
     size = len(packed["share"])
-    arrays = {name: np.array(packed[name], float) for name in _BY_RANK}  # null becomes NaN
+    unknown = dict.fromkeys(TOLD_OF_OWNERS, [None] * size)
+    arrays = {name: np.array({**unknown, **packed}[name], float) for name in _BY_RANK}  # null becomes NaN
     if any(array.shape != (size,) for array in arrays.values()) or len(packed["slots"]) != size:
         raise ValueError(f"{size} shares: expected as many of everything")
     names, slots = tuple(map(str, packed["names"])), tuple(map(int, packed["slots"]))

@@ -10,16 +10,18 @@ of communication; the rest of another rank's idle time is its wait for peers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hetseq.balance.shares import Cost
-from hetseq.cluster.membership.step_commit import CommitRow, Measured
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, OwnedBytes
 
 #: keys of each rank in a row of `metrics.jsonl` from which `known_cost` makes its cost
 TOLD = ("compute_s", "overhead_s", "fixed_s", "per_sample_s")
 #: and keys that rows of older versions lack, whose costs are linear
 TOLD_OF_STAIRS = ("per_micro_batch_s", "micro_batch")
+#: and keys of each rank where ranks own parts of the state
+TOLD_OF_OWNERS = tuple(field.name for field in fields(OwnedBytes))
 
 
 def busy_s(measured: Measured) -> float:
@@ -54,8 +56,20 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
             "micro_batch": [cost and cost.batch for cost in costs],
             "memory_bytes": [one.memory_bytes for one in measured],
             "memory_limit_bytes": [one.memory_limit_bytes for one in measured],
+            **_of_owners([one.state for one in measured if one.state is not None]),
         },
     }
+
+
+def _of_owners(states: Sequence[OwnedBytes]) -> dict[str, list[int]]:
+    """The keys `TOLD_OF_OWNERS` by rank, without those that no rank knows."""
+    by_key = {key: [getattr(state, key) for state in states] for key in TOLD_OF_OWNERS if states}
+    return {key: values for key, values in by_key.items() if key != "planned_bytes" or any(values)}
+
+
+def owned_by(ranks: Mapping[str, Any], rank: int) -> dict[str, int]:
+    """What the `ranks` of a row say about the state of one rank, for its file in `status/`; empty if no rank owns."""
+    return {key: ranks[key][rank] for key in TOLD_OF_OWNERS if ranks.get(key)}
 
 
 def known_cost(share: float, told: Mapping[str, float | None]) -> Cost:

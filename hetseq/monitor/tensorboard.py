@@ -26,6 +26,7 @@ from hetseq.config.sections import Config
 from hetseq.monitor.append_file import AppendFile
 from hetseq.monitor.curves import numbers_of, validation_tag
 from hetseq.monitor.rank_table import Row
+from hetseq.monitor.report.event_text import moved_state
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +248,9 @@ def _words(row: Mapping[str, Any]) -> str:
     if event == "generation":
         took = "" if row.get("seconds") is None else f", after {row['seconds']:.2f} s"
         story = row.get("story") or "a step could not be finished in time"
-        return f"{story}: ranks {_listed(row['ranks'])} continue{took} (generation {row['generation']})"
+        lost = f"; {row['lost']}" if row.get("lost") else ""
+        who = f"ranks {_listed(row['ranks'])} continue{took} (generation {row['generation']})"
+        return f"{story}: {who}{moved_state(row)}{lost}"
     if event == "rebalance":
         before_s, after_s = row["predicted_seconds_before"], row["predicted_seconds"]
         return (

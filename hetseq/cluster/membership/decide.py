@@ -137,8 +137,8 @@ def decide(
         raise ValueError(f"no member is left after generation {newest.generation}")
     record = Record(newest.generation + 1, tuple(roster), costs=_costs(roster, reports))
     holders = [name for name, report in voters.items() if report.lineage is not None]
-    if not holders:
-        return replace(record, fresh=frozenset(roster))
+    if not holders:  # a generation that began anew may have ended before any of its members did so
+        return replace(record, fresh=frozenset(roster), lost=newest.lost)
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
     _check_parts([voters[name] for name in holders])
@@ -179,7 +179,7 @@ def _owned_by_cut(reports: Collection[Report]) -> Counter[int]:
 
 
 def _check_parts(reports: Sequence[Report]) -> None:
-    """Raise SplitBrainError if the parts cannot be those of one state."""
+    """Raise SplitBrainError if one state cannot have these parts."""
     totals = {None if report.part is None else report.part[1] for report in reports}
     most = max(_owned_by_cut(reports).values())
     if len(totals) > 1 or any(total is not None and most > total for total in totals):

@@ -12,7 +12,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ Words = npt.NDArray[np.int64]
 
 _INTEGERS = 9  # words of a row before the floats
 _FLOATS = 9  # measured values
+_OWNERS = 4  # words at the end of a row, where ranks own parts of the state
 
 
 class Vote(enum.IntEnum):
@@ -53,6 +54,16 @@ class Verdict(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class OwnedBytes:
+    """What one rank owns of the state, where ranks own parts of it, and what it exchanged since the commit before."""
+
+    owned_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    planned_bytes: int = 0  # the memory that the plan expects this rank to use; 0: not known
+
+
+@dataclass(frozen=True)
 class Measured:
     """Measurements of one rank in a step, and its current estimate of what a share costs."""
 
@@ -63,6 +74,7 @@ class Measured:
     memory_bytes: int = 0  # peak use so far
     memory_limit_bytes: int = 0  # 0: not known
     cost: Cost | None = None  # of its next shares; None: not known. Its limit is not sent
+    state: OwnedBytes | None = None  # sent if the format has owners
 
 
 @dataclass(frozen=True)
@@ -96,14 +108,15 @@ class CommitRow:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Packs rows into int64 words and back; terms and parameters are fixed for a run."""
+    """Packs rows into int64 words and back; terms and parameters are fixed for a run, and whether ranks own parts."""
 
     terms: int
     parameters: int
+    has_owners: bool = False
 
     @property
     def words(self) -> int:
-        return _INTEGERS + _FLOATS + 2 * self.terms + -(-self.parameters // 64)
+        return _INTEGERS + _FLOATS + 2 * self.terms + -(-self.parameters // 64) + _OWNERS * self.has_owners
 
     def pack(self, row: CommitRow) -> Words:
         measured, cost, saving = row.measured, row.measured.cost, row.saving
@@ -121,15 +134,24 @@ class RowFormat:
                 np.array(integers, np.int64),
                 np.array(floats, np.float64).view(np.int64),
                 np.packbits(bits, bitorder="little").view(np.int64),
+                np.array(self._owned(measured), np.int64),
             ]
         )
 
+    def _owned(self, measured: Measured) -> tuple[int, ...]:
+        if not self.has_owners:
+            return ()
+        assert measured.state is not None, "every rank says what it owns"
+        return astuple(measured.state)
+
     def unpack(self, words: Words) -> CommitRow:
+        words, owned = (words[:-_OWNERS], words[-_OWNERS:]) if self.has_owners else (words, None)
         digest, vote, next_samples, flags, nonce, samples, in_use, limit, batch = map(int, words[:_INTEGERS])
         end = _INTEGERS + _FLOATS + 2 * self.terms
         floats = words[_INTEGERS:end].copy().view(np.float64).tolist()
         compute_s, data_s, idle_s, overhead_s, fixed_s, per_unit_s, per_batch_s, square, norm = floats[:_FLOATS]
         cost = Cost(fixed_s, per_unit_s, None, per_batch_s, batch or None) if per_unit_s < math.inf else None
+        state = None if owned is None else OwnedBytes(*map(int, owned))
         bits = np.unpackbits(words[end:].copy().view(np.uint8), bitorder="little")
         return CommitRow(
             digest=digest,
@@ -138,7 +160,7 @@ class RowFormat:
             next_counts=tuple(floats[_FLOATS : _FLOATS + self.terms]),
             sums=tuple(floats[_FLOATS + self.terms :]),
             used=bits[: self.parameters].astype(np.bool_),
-            measured=Measured(compute_s, data_s, idle_s, overhead_s, in_use, limit, cost),
+            measured=Measured(compute_s, data_s, idle_s, overhead_s, in_use, limit, cost, state),
             wish=Wish(flags & 0xFF),
             saving=SaveStatus(
                 save=bool(flags >> 8 & 1),

@@ -17,6 +17,11 @@ Event = Mapping[str, Any]
 ROUTINE = ("rebalance", "save", "versions")
 
 _NOTHING = "Nothing: the step was repeated with the same samples."
+_LOST = (
+    "The steps since then were done again. Where only nodes that stay own state (--own), the loss of another node costs"
+    " one step; a smaller --save-interval-updates repeats fewer steps."
+)
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 #: words of a story -> what to do; the first match counts
 _STORIES = (
     (
@@ -87,7 +92,25 @@ def _generation(event: Event) -> tuple[str, str]:
     who = f"{len(ranks)} {'rank continues' if len(ranks) == 1 else 'ranks continue'}" if isinstance(ranks, list) else ""
     seconds = event.get("seconds")
     took = f", regrouped in {seconds:.2f} s" if isinstance(seconds, (int, float)) else ""
-    return f"{story}: {who}{took}", next((remedy for words, remedy in _STORIES if words in story), _NOTHING)
+    lost, known = event.get("lost"), next((remedy for words, remedy in _STORIES if words in story), "")
+    what = f"{story}: {who}{took}{moved_state(event)}"
+    if lost:
+        return (
+            f"{what}; {lost}, so all ranks went back to the newest state in memory or on disk",
+            f"{known} {_LOST}".strip(),
+        )
+    return what, known or _NOTHING
+
+
+def moved_state(event: Event) -> str:
+    """The end of a sentence about the optimizer state that was sent to new owners; "" if every rank holds all of it."""
+    sent = event.get("state_bytes")
+    if type(sent) is not int:
+        return ""
+    if sent == 0:
+        return "; no optimizer state was sent"
+    size, unit = next((size, unit) for size, unit in _UNITS if sent >= size)
+    return f"; {sent / size:.3g} {unit} of optimizer state were sent to new owners"
 
 
 def _save_failed(event: Event) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from hetseq.monitor.report.software import software
 
 _MOST_ROWS = 60  # of a table: the first ones and the last ones
 _MOST_BARS = 64
+_GIB, _MIB = 2**30, 2**20
 _LONGEST_NAME = 48  # characters beside a bar
 _MOST_BANDS = 400
 _MANY_STEPS = 50  # a curve of this many has a smoothed one in front of it
@@ -68,6 +69,7 @@ def report_page(run: RecordedRun, *, facts: Sequence[tuple[str, str]] = (), has_
         parts += [
             section("The result", _curves(run)),
             section("Where the time goes", _ranks(run)),
+            section("Where the state is", _owners(run)),
             section("Further curves", _further(run)),
         ]
     parts += [
@@ -319,6 +321,45 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
     return chart + table(heads, rows) + left + explained
 
 
+def _owners(run: RecordedRun) -> str:
+    """What each rank owned last, its memory against the plan, and its mean bytes of a step; "" without owners."""
+    found = run.sharding
+    if "owned_bytes" not in found:
+        return ""
+    is_there = np.isfinite(run.shares)
+    last = {key: _last_of_columns(found[key]) for key in found}  # (m,)
+    # a rank that has left owns nothing
+    owned = np.where(is_there[-1], last["owned_bytes"], np.nan)
+    part = owned / (np.nansum(owned) or 1.0) * 100
+    columns = [("owns %", part), ("state GiB", owned / _GIB), ("memory GiB", last["memory_bytes"] / _GIB)]
+    if "planned_bytes" in last:
+        planned = np.where(last["planned_bytes"] > 0, last["planned_bytes"], np.nan)
+        columns += [("plan GiB", planned / _GIB), ("memory % of plan", last["memory_bytes"] / planned * 100)]
+    columns += [(f"{kind} MiB", _means(found[f"{kind}_bytes"]) / _MIB) for kind in ("sent", "received")]
+    chosen = _ends(range(len(run.slots)))
+    cells = zip(*(aligned(numbers[list(chosen)]) for _, numbers in columns))
+    rows = [[str(run.slots[at]), run.names[at] or "-", *texts] for at, texts in zip(chosen, cells)]
+    explained = (
+        "<p class=soft>What each rank owns of the optimizer state, and the memory that it used, at the end; what it"
+        " sent and received in a step, as means over the steps in which it took part.</p>"
+    )
+    heads = [">rank", "where", *(f">{head}" for head, _ in columns)]
+    return table(heads, rows) + _left_out(len(run.slots)) + explained + _course_of_owners(run)
+
+
+def _course_of_owners(run: RecordedRun) -> str:
+    """The parts of the ranks by step, if they have changed."""
+    owned = run.sharding["owned_bytes"]
+    known = owned[np.isfinite(owned).any(axis=1)]
+    if len(run.slots) > COLOURS or not len(known) or (np.nan_to_num(known) == np.nan_to_num(known[0])).all():
+        return ""
+    with np.errstate(invalid="ignore"):
+        parts = owned / np.nansum(owned, axis=1, keepdims=True) * 100
+    curves = [Curve(name, run.steps, parts[:, at], at) for at, name in enumerate(names_of(run))]
+    return line_chart("Owned state", curves, unit="per cent", bands=bands_of(run),
+                      band_name=f"fewer than {int(run.world_size.max())} ranks")  # fmt: skip
+
+
 def _further(run: RecordedRun) -> str:
     speed = run.samples / np.where(run.seconds > 0, run.seconds, np.nan)
     speeds = [Curve("each step", run.steps, speed, 5, is_pale=len(speed) >= _MANY_STEPS)]
@@ -474,6 +515,16 @@ def _mean_of_columns(values: Any) -> Floats:
     is_there = np.isfinite(values)
     means: Floats = np.where(is_there, values, 0.0).sum(axis=0, dtype=np.float64) / np.maximum(is_there.sum(axis=0), 1)
     return means
+
+
+def _means(values: Floats) -> Floats:
+    """(m,) as `_mean_of_columns`, but NaN if none is known."""
+    return np.where(np.isfinite(values).any(axis=0), _mean_of_columns(values), np.nan)
+
+
+def _last_of_columns(values: Floats) -> Floats:
+    """(m,) the last known value in each column of (n, m), NaN if none is known."""
+    return np.array([_last(values[:, at]) for at in range(values.shape[1])])
 
 
 def _span(values: Any) -> str:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from hetseq.checkpoint.history import COLUMNS, read_history
 from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import row_key
+from hetseq.monitor.step_time import TOLD_OF_OWNERS
 from hetseq.which_run import existing_run
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ Integers = npt.NDArray[np.int64]
 _RUN_ID = re.compile(r"\brun id ([0-9a-f]{16})\b")
 _SCALARS = ("epoch", "loss", "lr", "grad_norm", "samples", "seconds", "generation", "communication_s", "efficiency")
 _OF_RANKS = ("compute_s", "wait_s", "data_s", "overhead_s")
+_OF_OWNERS = (*TOLD_OF_OWNERS, "memory_bytes")
 _NOT_NUMBERS = ("time_utc", "run", "tier", "kinds", "result", "error")
 
 
@@ -95,6 +97,9 @@ class RecordedRun:
     data_s: Floats32
     #: (n, m) seconds in the optimizer, in reporting and the like
     overhead_s: Floats32
+    #: with `--shard-model` by kind: (n, m) bytes, `owned_bytes` of the state, `sent_bytes` and `received_bytes` of the
+    #: step, `memory_bytes` in use, and if there was a plan `planned_bytes`; empty without
+    sharding: Mapping[str, Floats]
     #: by subset: `step` (v,) and each figure without its `valid_` (v,)
     validation: Mapping[str, Mapping[str, Floats]]
     #: by slot: the last state of its rank in `status/`: start, train, done, stopped or gone
@@ -165,10 +170,13 @@ def until(run: RecordedRun, step: int) -> RecordedRun:
         if (is_in := figures["step"] <= step).any()
     }
     terms = {name: values[is_before] for name, values in run.terms.items()}
+    sharding = {name: values[is_before] for name, values in run.sharding.items()}
     # an event names the step before it, so one that names this step came later
     events = tuple(event for event in run.events if _number(event.get("step")) < step)
     saves = tuple(save for save in run.checkpoints if save["step"] <= step)
-    return replace(run, **by_step, terms=terms, validation=validation, events=events, checkpoints=saves)
+    return replace(
+        run, **by_step, terms=terms, sharding=sharding, validation=validation, events=events, checkpoints=saves
+    )
 
 
 class _Columns:
@@ -180,6 +188,7 @@ class _Columns:
         self._terms: dict[str, tuple[array[int], array[float]]] = {}  # row, value
         self._row, self._slot, self._share = array("q"), array("q"), array("f")
         self._of_ranks = {key: array("f") for key in _OF_RANKS}
+        self._owners: dict[str, tuple[array[int], array[float]]] = {}  # place in the columns of ranks, value
         self._names: dict[int, str] = {}
         self._validations: dict[tuple[int, str], Mapping[str, Any]] = {}
 
@@ -223,6 +232,12 @@ class _Columns:
             if not isinstance(values, list) or len(values) != size:
                 values = [None] * size
             column.extend(map(_number, values))
+        for key in _OF_OWNERS if "owned_bytes" in ranks else ():
+            values = ranks.get(key)
+            if isinstance(values, list) and len(values) == size:
+                places, known = self._owners.setdefault(key, (array("q"), array("d")))
+                places.extend(range(len(self._row) - size, len(self._row)))
+                known.extend(map(_number, values))
         names = ranks.get("names")
         if isinstance(names, list) and len(names) == size:
             self._names.update(zip(slots, map(str, names)))
@@ -242,11 +257,17 @@ class _Columns:
             table[rows, columns] = np.array(values, np.float32)
             return table[kept]
 
+        def spread_some(places: array[int], values: array[float]) -> Floats:
+            table, at = np.full(size, np.nan), np.array(places, np.int64)
+            table[rows[at], columns[at]] = np.array(values)
+            return table[kept]
+
         return {
             "steps": steps, **scalars, "elapsed_s": np.cumsum(np.nan_to_num(scalars["seconds"])),
             "terms": {name: self._term(name, len(written))[kept] for name in self._terms}, "slots": slots,
             "names": tuple(self._names.get(int(slot), "") for slot in slots), "shares": spread(self._share),
             **{key: spread(column) for key, column in self._of_ranks.items()}, "validation": self._validation(),
+            "sharding": {key: spread_some(*known) for key, known in self._owners.items()},
         }  # fmt: skip
 
     def _term(self, name: str, size: int) -> Floats:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hetseq.balance.shares import Cost
-from hetseq.cluster.membership.step_commit import CommitRow, Measured, SaveStatus, Vote, Wish
-from hetseq.monitor.step_time import account, busy_s
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, OwnedBytes, SaveStatus, Vote, Wish
+from hetseq.monitor.step_time import account, busy_s, owned_by
 
 
 def rows_of(ranks: Sequence[Measured]) -> list[CommitRow]:
@@ -132,6 +132,20 @@ def test_memory_is_told_by_rank() -> None:
     ranks = [Measured(compute_s=1.0, memory_bytes=5, memory_limit_bytes=8), Measured(compute_s=1.0)]
     lists = told(ranks, [1, 1], 1.0)["ranks"]
     assert (lists["memory_bytes"], lists["memory_limit_bytes"]) == ([5, 0], [8, 0])
+
+
+def test_what_ranks_own_is_told_by_rank_and_a_plan_only_if_there_is_one() -> None:
+    ranks = [Measured(compute_s=1.0, state=OwnedBytes(30, 7, 5)), Measured(state=OwnedBytes(10, 5, 7))]
+    lists = told(ranks, [1, 0], 1.0)["ranks"]
+    kinds = {"owned_bytes": [30, 10], "sent_bytes": [7, 5], "received_bytes": [5, 7]}
+    assert lists.items() >= kinds.items()
+    assert "planned_bytes" not in lists
+    assert owned_by(lists, 1) == {"owned_bytes": 10, "sent_bytes": 5, "received_bytes": 7}
+    ranks[1] = Measured(state=OwnedBytes(10, 5, 7, planned_bytes=99))
+    assert owned_by(told(ranks, [1, 0], 1.0)["ranks"], 1)["planned_bytes"] == 99
+    replicas = told([Measured(compute_s=1.0)] * 2, [1, 1], 1.0)["ranks"]
+    assert not kinds.keys() & replicas.keys()
+    assert owned_by(replicas, 0) == {}
 
 
 def test_nothing_in_a_row_is_infinite() -> None:

@@ -16,6 +16,7 @@ from hetseq.cluster.membership.step_commit import (
     CommitRow,
     Lineage,
     Measured,
+    OwnedBytes,
     RowFormat,
     SaveStatus,
     Verdict,
@@ -58,10 +59,10 @@ def through_words(row: CommitRow, row_format: RowFormat = FORMAT) -> CommitRow:
 
 def bits(row: CommitRow) -> tuple[object, ...]:
     """Everything of a row, floats by their bits: NaN equals itself, and -0.0 is not 0.0."""
-    *seconds, memory_bytes, limit_bytes, cost = astuple(row.measured)
+    *seconds, memory_bytes, limit_bytes, cost, state = astuple(row.measured)
     floats = (*row.next_counts, *row.sums, *seconds, row.partial.square, row.norm)
     exact = struct.pack(f"{len(floats)}d", *floats)
-    whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, cost, row.wish, row.saving)
+    whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, cost, state, row.wish, row.saving)
     return (*whole, row.partial.samples, len(row.next_counts), exact, row.used.tolist())
 
 
@@ -96,6 +97,17 @@ def test_a_flag_for_each_parameter_comes_back(parameters: int) -> None:
         assert bits(replace(back, used=ROW.used)) == bits(ROW)
 
 
+@pytest.mark.parametrize("parameters", [0, 64, 65])
+def test_what_a_rank_owns_is_four_words_more_where_ranks_own_parts(parameters: int) -> None:
+    used, state = np.ones(parameters, np.bool_), OwnedBytes(2**40, 2**41, 0, 2**42)
+    plain, owners = RowFormat(2, parameters), RowFormat(2, parameters, has_owners=True)
+    row = replace(ROW, used=used, measured=replace(ROW.measured, state=state))
+    assert owners.words == plain.words + 4
+    assert bits(through_words(row, owners)) == bits(row)
+    assert owners.pack(row)[:-4].tolist() == plain.pack(row).tolist()
+    assert through_words(row, plain).measured.state is None
+
+
 @pytest.mark.parametrize("terms", [1, 2, 5])
 def test_counts_and_sums_of_any_number_of_terms_come_back(terms: int) -> None:
     row = replace(ROW, next_counts=tuple(map(float, range(terms))), sums=tuple(-float(n) for n in range(terms)))
@@ -114,7 +126,7 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
         *(
             replace(ROW, measured=replace(ROW.measured, **{field.name: 7}))
             for field in fields(Measured)
-            if field.name != "cost"
+            if field.name not in ("cost", "state")  # of which the latter does not travel in this format
         ),
         *(
             replace(ROW, measured=replace(ROW.measured, cost=replace(COST, **{field.name: 7})))

@@ -193,6 +193,10 @@ STORIES = {
         (made("A", ONE, part=(6, 8)), holds("B", NONE, part=(2, 8)), made("C", ONE, part=(0, 8))),
         "ABC", None, fresh="ABC", lost="rank 1 owned 25 % of the state, and no other rank holds it",
     ),
+    "a generation that began anew was lost before it held a state: the next one begins anew for the same reason": Story(
+        (holds("B", None, generation=1),), "BD", None, fresh="BD", newcomers="D",
+        newest=Record(1, ("B", "C"), fresh=frozenset("BC"), lost="rank 0 owned all"), lost="rank 0 owned all",
+    ),
     "who waits for its part holds none, and its report says none": Story(
         (holds("A", ONE, part=(8, 8)), holds("B", None), holds("C", ONE, part=(0, 8))), "ABC", ONE, fresh="B"
     ),

@@ -83,6 +83,25 @@ def test_sixty_four_ranks_fit_into_a_terminal_with_who_is_in_trouble(tmp_path: P
     assert len(shown(tmp_path).splitlines()) >= SIZE
 
 
+def test_the_parts_of_owners_reach_the_view_and_are_no_load_for_replicas(tmp_path: Path) -> None:
+    own, status = row(1, 3), RunStatus(AdviceSetting("runs/a"))
+    own["ranks"] |= {"owned_bytes": [3, 1, 0], "sent_bytes": [5 << 20] * 3, "received_bytes": [7 << 20] * 3}
+    status.step(own, 0.0, saved_step=0)
+    told_of_owners = status.told(1.0)
+    assert told_of_owners["ranks"].keys() - told(1, 3).told(1.0)["ranks"].keys() == (
+        {"owned_bytes", "sent_bytes", "received_bytes"}
+    )
+    for slot in range(3):
+        write(tmp_path, slot, **({"run": json.loads(json.dumps(told_of_owners))} if slot == 0 else {}))
+    lines = shown(tmp_path, width=160).splitlines()
+    [head] = [line for line in lines if "owns" in line]
+    assert "plan" not in head
+    assert [line.split()[-2:] for line in lines if "MiB" in line] == [["train", "now"]] * 3
+    assert ["75%" in line for line in lines if "MiB" in line] == [True, False, False]
+    gang(tmp_path, 3)
+    assert "owns" not in shown(tmp_path, width=160)
+
+
 def test_a_rank_whose_file_does_not_change_is_silent_by_the_clock_of_the_reader(tmp_path: Path) -> None:
     now = [0.0]
     gang(tmp_path, 2)

@@ -98,6 +98,16 @@ def test_nobody_is_told_to_drop_the_first_node_as_the_run_ends_with_it() -> None
     assert "drop" not in text
 
 
+def test_an_owner_of_state_is_not_taken_out() -> None:
+    slow = {"overhead_s": [0.0, 0.0, 0.12], "fixed_s": [0.0, 0.0, 0.12], "seconds": 0.12}
+    row = row_of([100, 100, 0], **slow)
+    for owned, is_said in (([4, 4, 0], True), ([0, 0, 8], False)):
+        row["ranks"]["owned_bytes"] = owned
+        found = summarise([row] * ADVICE_STEPS)
+        assert found is not None
+        assert ("hetseq drop" in str(advise(found, AUTO))) == is_said
+
+
 def test_a_step_gets_no_shorter_than_what_the_others_compute_already() -> None:
     # by its costs the third rank is 120 ms of a step, but the second one was seen to compute for 115 ms of it
     slow = {"overhead_s": [0.0, 0.0, 0.12], "fixed_s": [0.0, 0.0, 0.12], "seconds": 0.12}

@@ -378,6 +378,23 @@ def test_tensorboard_shows_each_rank(make: Make, directory: RunDirectory) -> Non
     assert board_numbers(directory)["train/communication_s"] == [(1, 0.0625), (2, 0.0625)]
 
 
+def test_tensorboard_shows_what_ranks_own_and_exchange(make: Make, directory: RunDirectory) -> None:
+    row = row_of_ranks(1, 2)
+    row["ranks"] |= {"owned_bytes": [3 << 30, 1 << 30], "sent_bytes": [3 << 20, 0], "received_bytes": [0, 3 << 20]}
+    metrics = make(has_tensorboard=True)
+    metrics.step(row)
+    row["ranks"]["planned_bytes"] = [8 << 30, 4 << 30]
+    metrics.step({**row, "step": 2})
+    metrics.close()
+    found = board_numbers(directory)
+    assert {tag: found[f"ranks/1/{tag}"] for tag in ("owned_gib", "sent_mib", "received_mib", "planned_gib")} == {
+        "owned_gib": [(1, 1.0), (2, 1.0)],
+        "sent_mib": [(1, 0.0), (2, 0.0)],
+        "received_mib": [(1, 3.0), (2, 3.0)],
+        "planned_gib": [(2, 4.0)],
+    }
+
+
 def test_tensorboard_copes_with_numbers_that_are_not_known(
     make: Make, directory: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -238,3 +238,55 @@ def test_the_bars_of_ranks_are_on_one_scale() -> None:
         ">   1  lab1/cpu  100  50%  ",
     ]
     assert [text_of(line).split()[-2] for line in lines[2:]] == ["train", "slow"]
+
+
+def owned(*, planned: bool = True, **changes: Any) -> dict[str, Any]:
+    """A step of two ranks that compute and a third one that owns most of the state."""
+    one = row([0.2, 0.1, 0.0], shares=[30, 10, 0], memory_bytes=[3 * GIB, 2 * GIB, 40 * GIB], pace=0, **changes)
+    one["ranks"] |= {"owned_bytes": [GIB, 0, 3 * GIB], "sent_bytes": [9 << 20, 9 << 20, 600 << 20]}
+    one["ranks"] |= {"received_bytes": [1 << 19, 9 << 20, 0]}
+    one["ranks"] |= {"planned_bytes": [4 * GIB, 2 * GIB, 0]} if planned else {}
+    return one
+
+
+def drawn(one: Row, width: int) -> list[str]:
+    summary = summarise([one] * 3)
+    assert summary is not None
+    signs = Signs(("train",) * 3, np.zeros(3))
+    return [text_of(line) for line in drawn_table(summary, [0, 1, 2], width=width, signs=signs)]
+
+
+def test_what_ranks_own_their_memory_against_the_plan_and_what_they_exchange() -> None:
+    wide = lines(owned(), width=140)
+    assert " ".join(wide[1].split()) == (
+        "rank where share owns samples/s compute wait data memory GiB plan state GiB sent received"
+    )
+    assert [" ".join(line.split()[-9:]) for line in (wide[2], wide[4])] == [
+        "0.00 ms 3.0 4.0 1.00 9.0 MiB 0.5 MiB",
+        "0.00 ms 40.0 - 3.00 600 MiB 0.0 MiB",
+    ]
+    assert [line.split()[-15] for line in wide[2:5]] == ["25%", "0%", "75%"]
+    assert " plan " not in lines(owned(planned=False), width=140)[1]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_on_a_terminal_of_80_columns_parts_and_memory_are_there(width: int) -> None:
+    shown = drawn(owned(), width)
+    assert max(map(len, shown)) <= width
+    heads = shown[1].split()
+    assert {"share", "state", "wait", "owns", "memory", "plan"} <= set(heads)
+    assert ("received" in heads) == (width >= 120)
+    plain = lines(owned(), width=80)
+    assert {"owns", "memory", "plan"} <= set(plain[1].split())
+    assert max(map(len, plain)) <= 80
+
+
+def test_replicas_have_no_columns_of_owners() -> None:
+    heads = [drawn(row([0.2, 0.1, 0.1]), 200)[1].split(), lines(row([0.2, 0.1, 0.1]), width=200)[1].split()]
+    assert not {"owns", "plan", "sent", "received"} & {word for head in heads for word in head}
+
+
+def test_an_owner_of_very_little_is_not_one_of_nothing() -> None:
+    one = owned()
+    one["ranks"]["owned_bytes"] = [1, 0, 999]
+    assert ["<1%" in line for line in lines(one, width=140)[2:5]] == [True, False, False]

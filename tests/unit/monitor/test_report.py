@@ -151,7 +151,8 @@ def made_up(loss: Any, shares: Any) -> RecordedRun:
         loss=loss, terms={"loss": loss}, lr=ones, grad_norm=loss, samples=ones, seconds=ones, elapsed_s=np.cumsum(ones),
         generation=ones, communication_s=ones, efficiency=ones, slots=np.arange(ranks),
         names=tuple(f"node{rank // 8}/cuda:{rank % 8}" for rank in range(ranks)), shares=shares, compute_s=shares,
-        wait_s=shares, data_s=shares, overhead_s=shares, validation={}, states={}, events=(), checkpoints=(),
+        wait_s=shares, data_s=shares, overhead_s=shares, sharding={}, validation={}, states={}, events=(),
+        checkpoints=(),
     )  # fmt: skip
 
 
@@ -253,6 +254,71 @@ def test_every_incident_has_words_and_where_it_helps_a_remedy(event: dict[str, A
     found = incident_of(event)
     assert what in found.what
     assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "1 rank continues"),
+        ({"state_bytes": 0}, "1 rank continues; no optimizer state was sent"),
+        ({"state_bytes": 3 << 19}, "1 rank continues; 1.5 MiB of optimizer state were sent to new owners"),
+        ({"state_bytes": 12 << 30}, "1 rank continues; 12 GiB of optimizer state were sent to new owners"),
+        ({"state_bytes": 700}, "1 rank continues; 700 bytes of optimizer state were sent to new owners"),
+        ({"state_bytes": "x"}, "1 rank continues"),
+        ({"lost": "rank 1 owned 25 % of the state, and no other rank holds it"},
+         "1 rank continues; rank 1 owned 25 % of the state, and no other rank holds it, so all ranks went back to the"
+         " newest state in memory or on disk"),
+    ],
+)  # fmt: skip
+def test_a_generation_says_what_state_was_sent_and_what_was_lost(facts: dict[str, Any], words: str) -> None:
+    found = incident_of({"event": "generation", "story": "rank 1 on labB was killed", "ranks": [0], **facts})
+    assert found.what == f"rank 1 on labB was killed: {words}"
+    assert ("--own" in found.remedy) == ("lost" in facts)
+
+
+def owners(owned: list[int], sent: list[int], **more: Any) -> dict[str, Any]:
+    """What a row says about ranks that own parts of the state; a received byte for each two sent."""
+    size = len(owned)
+    kinds = {"owned_bytes": owned, "sent_bytes": sent, "received_bytes": [one // 2 for one in sent]}
+    seconds = {"compute_s": [0.3] * size, "names": [f"lab{rank}/cpu" for rank in range(size)]}
+    return {**seconds, **kinds, "memory_bytes": [3 << 30] * size, **more}
+
+
+def cells(page: str, head: str) -> list[str]:
+    return re.findall(f'data-head="{re.escape(head)}">([^<]*)<', page[page.index("Where the state is") :])
+
+
+def test_where_the_state_is_and_what_travels_is_told_by_rank(tmp_path: Path) -> None:
+    rows = [step_row(step, ranks=owners([3 << 30, 1 << 30], [step << 20, 0])) for step in (1, 3)]
+    page = report_page(hetseq.load_run(write_run(tmp_path / "run", rows)))
+    Reading(page)
+    assert cells(page, "owns %") == ["75", "25"]
+    assert cells(page, "state GiB") == ["3", "1"]
+    assert cells(page, "memory GiB") == ["3", "3"]
+    assert (cells(page, "sent MiB"), cells(page, "received MiB")) == (["2", "0"], ["1", "0"])
+    assert "plan GiB" not in page
+    assert "Owned state" not in page, "it has not changed"
+    planned = [step_row(1, ranks=owners([3, 1], [0, 0], planned_bytes=[4 << 30, 0]))]
+    page = report_page(hetseq.load_run(write_run(tmp_path / "planned", planned)))
+    assert (cells(page, "plan GiB"), cells(page, "memory % of plan")) == (["4", "-"], ["75", "-"])
+
+
+def test_an_owner_that_has_left_owns_nothing_any_more(tmp_path: Path) -> None:
+    rows = [step_row(1, slots=(0, 1, 2), ranks=owners([2 << 30, 1 << 30, 1 << 30], [0] * 3))]
+    rows += [step_row(2, slots=(0, 2), ranks=owners([3 << 30, 1 << 30], [0] * 2))]
+    run = hetseq.load_run(write_run(tmp_path / "run", rows))
+    page = report_page(run)
+    assert cells(page, "owns %") == ["75", "-", "25"]
+    assert "Owned state" in page
+    assert run.sharding["owned_bytes"].tolist()[0] == [2 << 30, 1 << 30, 1 << 30]
+    assert np.isnan(run.sharding["owned_bytes"][1, 1])
+
+
+def test_a_run_of_replicas_has_nothing_about_owners(lossy: RecordedRun) -> None:
+    assert lossy.sharding == {}
+    page = report_page(lossy)
+    assert "Where the state is" not in page
+    assert "owns" not in page
 
 
 def test_no_event_that_a_run_writes_is_shown_as_json() -> None:
