@@ -311,7 +311,8 @@ class RankLife:
         slots = list(crew.slots)
         self._metrics.event(
             "generation", generation=crew.generation, step=session.last_step, ranks=slots, story=generation.story,
-            seconds=seconds, **({"state_bytes": list(session.moved_bytes)} if session.moved_bytes else {}),
+            seconds=seconds, **({"state_bytes": sum(session.moved_bytes)} if session.moved_bytes else {}),
+            **({"lost": generation.lost} if generation.lost else {}),
         )  # fmt: skip
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
         took = "" if seconds is None else f" (regrouped in {seconds:.2f} s)"

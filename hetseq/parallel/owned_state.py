@@ -40,6 +40,7 @@ class OwnedState:
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
         #: what this rank held by earlier cuts, until the state has moved
         self.earlier: dict[int, Held] = {}
+        self.planned_bytes = 0  # the memory that this rank is expected to use; 0: not known
         self.fraction = 0.0  # of the state, in relation to those of other ranks
         self.cut = 0  # the generation that cut the state as it is held
         self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements

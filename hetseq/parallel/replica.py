@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq.checkpoint import Held
+from hetseq.cluster.membership.step_commit import OwnedBytes
 from hetseq.comm.directory_groups import gather_texts, send_tensor
 from hetseq.comm.group import Group, RowTransport
 from hetseq.errors import CheckpointMismatch, TaskError, few
@@ -146,13 +147,13 @@ class Replica:
                     live.copy_(tensors[name])
         self.buffers.renew()
 
-    def owned_facts(self) -> dict[str, int]:
-        """What this rank owns and has sent and received since the last call, in bytes; empty for a replica."""
+    def owned_bytes(self) -> OwnedBytes | None:
+        """What this rank owns, and has sent and received since the last call; None for a replica."""
         if self.owned is None:
-            return {}
+            return None
         assert isinstance(self.reducer, OwnedGradients)
         sent, received = self.reducer.traffic()
-        return {"owned_bytes": self.owned.bytes(), "sent_bytes": sent, "received_bytes": received}
+        return OwnedBytes(self.owned.bytes(), sent, received, self.owned.planned_bytes)
 
     def is_owner(self, rank: int) -> bool:
         """Whether a rank owns a part of the state that no other rank has."""

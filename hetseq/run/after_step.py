@@ -25,7 +25,7 @@ from hetseq.config.sections import ValidationConfig
 from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
-from hetseq.monitor.step_time import account
+from hetseq.monitor.step_time import account, owned_by
 from hetseq.run.checkpointing import Saved, Saver, Underway, draw_nonce
 from hetseq.run.regroup import PendingWork
 from hetseq.run.step_watch import StepWatch
@@ -93,15 +93,15 @@ class StatusFiles:
 
     def write(
         self, now_s: float, *, force: bool = False, shares: Sequence[int] | None = None,
-        own: Mapping[str, Any] | None = None, **fields: Any,
+        ranks: Mapping[str, Any] | None = None, **fields: Any,
     ) -> None:  # fmt: skip
-        """As `StatusFile.write`; `shares` are samples of this step by rank, `own` are fields of this rank alone."""
+        """As `StatusFile.write`; `shares` are samples of this step by rank, `ranks` what its row says of them."""
         for rank, (file, about) in self._files.items():
             if not (force or file.is_due(now_s)):
                 continue
             share = {} if shares is None else {"share": shares[rank]}
             run = {"run": self.run.told(now_s)} if self.run is not None and rank == self._rank else {}
-            told = {**fields, **share, **about, **run, **(own or {} if rank == self._rank else {})}
+            told = {**fields, **share, **about, **run, **owned_by(ranks or {}, rank)}
             with self._writing:
                 file.write(now_s, force=force, **told)
                 if rank == self._rank:
@@ -152,7 +152,7 @@ class AfterStep:
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
         outcome, due = result.outcome, self.due(controller, result)
-        self._report(result, due.row, controller.replica.owned_facts())
+        self._report(result, due.row)
         self._watch.see(result)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
@@ -264,7 +264,7 @@ class AfterStep:
         """Wait for a checkpoint that is under way, and report it. Every rank calls it."""
         self._tell(self._saver.finish(controller.state))
 
-    def _report(self, result: StepResult, row: Mapping[str, Any], owned: Mapping[str, int]) -> None:
+    def _report(self, result: StepResult, row: Mapping[str, Any]) -> None:
         plan = result.plan
         self._metrics.saving(self._saver.progress())
         self._metrics.step(_final(row))
@@ -276,7 +276,9 @@ class AfterStep:
             run.step(told, now_s, saved_step=self._saver.last_step)
             if self._status.is_due(now_s):
                 self._metrics.advise(run.advise(now_s), step=plan.step)
-        self._status.write(now_s, step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares, own=owned)
+        self._status.write(
+            now_s, step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares, ranks=row.get("ranks")
+        )  # fmt: skip
 
     def _accounted(self, result: StepResult) -> dict[str, Any]:
         """Where the time of a step went, rank by rank, with the names of the ranks."""

@@ -80,6 +80,10 @@ def make_reducer(
         list(names), group, fractions=fractions, bucket_bytes=bucket_bytes, cuts_tensors=owned.is_elementwise,
         dtype=torch.float64 if config.reduce_dtype is not None else None,
     )  # fmt: skip
+    memory = _model_memory(list(names))
+    share = reducer.ownership.owned_by(group.rank) / max(1, reducer.ownership.total)
+    in_use = device_memory.in_use_bytes(next(iter(names)).device)
+    owned.planned_bytes = in_use + round(share * memory.state_bytes) + memory.gradient_bytes
     if is_first:
         owned.adopt_(reducer, cut=group.generation)
         if group.rank == 0:

@@ -173,7 +173,9 @@ class Controller:
         self._config, self._learning_rate, self.late_counts = recipe.config, recipe.learning_rate, recipe.late_counts
         self._clip_epsilon = recipe.clip_epsilon
         self._has_loss_scale = computer.precision.has_loss_scale
-        self._format = RowFormat(len(self.terms), len(self.replica.reducer.used))
+        self._format = RowFormat(
+            len(self.terms), len(self.replica.reducer.used), has_owners=self.replica.owned is not None
+        )  # fmt: skip
         self._plan = self.planner.plan(state.position)
         self._counts_ahead: tuple[float, ...] | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
@@ -382,7 +384,8 @@ class Controller:
         # this rank's other work, in this step so far and in the update of the previous step
         overhead_s = seconds["compute"] - compute_s + seconds["other"] + self._update_s
         cost = self.pace.learn(part, overhead_s=data_s + overhead_s) if part.is_whole else None
-        return Measured(compute_s, data_s, seconds["idle"], overhead_s, *self._context.memory(), cost)
+        state = self.replica.owned_bytes()
+        return Measured(compute_s, data_s, seconds["idle"], overhead_s, *self._context.memory(), cost, state)
 
     def _clip(self, norm: float, correction: float) -> None:
         """Scale the gradient to the size in which it is applied; `norm` includes the correction."""
