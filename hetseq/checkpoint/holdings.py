@@ -32,7 +32,7 @@ _NO_KEY = 0  # of a rank whose tensors cannot be saved
 class Layout:
     """Where each byte of tensors of given names, types and shapes goes: the common base of the plans of many saves.
 
-    `keys` are those of what each rank holds; empty if all ranks hold the same whole tensors.
+    `keys` has a key for the tensors of each rank; it is empty if all ranks hold the same whole tensors.
     """
 
     signature: list[tuple[Any, ...]]  # the weights, then name and kind of each tensor of this rank
@@ -126,7 +126,7 @@ def pieces_of(tensors: Mapping[str, Held]) -> list[Piece]:
 def describe(setting: CheckpointContext, tensors: Mapping[str, Held], rows: Sequence[Row]) -> Layout:
     """The layout for these tensors, after rows have shown that the ranks hold different things; every rank calls it.
 
-    Errors are those of `lay_out`.
+    Raises the errors of `lay_out`.
     """
     signature = [setting.weights, *((name, *_kind(held)) for name, held in tensors.items())]
     return _described(setting, pieces_of(tensors), rows, signature)

@@ -4,6 +4,8 @@ Responsible for the order of events of one load. The one idea: rank zero propose
 ranks, rank zero included, read it with every checksum and exchange the results. If one rank fails, all of them skip
 that commit, so the ranks cannot resume from different checkpoints.
 
+If ranks want different slices, each of them reads what it wants, and the rest is divided among them for verification.
+
 Where possible, tensors are read straight into memory that the caller lends. That memory is overwritten
 before the last checksum is known, so the caller must not use it after a failed load.
 """
@@ -17,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.directory import part_name, read_commit
 from hetseq.checkpoint.layout import TensorSpec
 from hetseq.checkpoint.leftover_memory import Remains
-from hetseq.checkpoint.memory_recovery import LeftState, believed, choose_state, recall
-from hetseq.checkpoint.part_io import allocate, can_be_filled, read_part
+from hetseq.checkpoint.memory_recovery import LeftState, believed, choose_state, recall, recall_wanted
+from hetseq.checkpoint.part_io import allocate, read_part
 from hetseq.checkpoint.rank_messages import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.records import Attempt, DamagedError, Identity, TooNewError
 from hetseq.checkpoint.selection import (
@@ -38,6 +39,9 @@ from hetseq.checkpoint.selection import (
     none_verifies,
     used_instead,
 )
+from hetseq.checkpoint.shared_read import PartTargets, agree, read_chunks
+from hetseq.checkpoint.target_memory import Wanted, memory_for
+from hetseq.checkpoint.tensor_slices import Held
 from hetseq.checkpoint.verification import Inspected, inspect, patiently, reason_of, verify
 from hetseq.errors import CheckpointError, CheckpointRefused
 
@@ -50,11 +54,12 @@ _REMEDY = "name another checkpoint, or restore its files from a copy"
 class Loaded:
     """A verified state. Tensors are contiguous, on the CPU, and not shared, except for those that the caller lent.
 
+    `tensors` has a Tensor for each name, but a tuple of TensorSlice for a name of which this rank wanted slices.
     `skipped` has one sentence per newer checkpoint that was skipped: all of them on rank zero, on other ranks those
     that failed while all were reading.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
     state: dict[str, Any]
     identity: Identity
     kinds: tuple[str, ...]
@@ -71,15 +76,16 @@ class Loaded:
 
 
 class Load:
-    """One load on one rank; `into` and `fits` as in `CheckpointManager.load`."""
+    """One load on one rank; `into`, `fits` and `wanted` as in `CheckpointManager.load`."""
 
     def __init__(
         self,
         setting: CheckpointContext,
         which: str,
         *,
-        into: Mapping[str, Tensor],
+        into: Mapping[str, Held],
         fits: Callable[[Loaded], bool] | None,
+        wanted: Callable[[Loaded], Wanted | None] | None = None,
         remains: Remains | None = None,
         left: Sequence[LeftState] = (),
     ) -> None:
@@ -88,7 +94,7 @@ class Load:
         self._remains = remains
         self._believed: list[LeftState] = []  # on rank zero
         self._left = list(left) if which == "latest" and remains is not None else []  # the same on all ranks
-        self._into, self._fits = into, fits
+        self._into, self._fits, self._wanted = into, fits, wanted
         self._skipped: list[Skipped] = []
         self._choice: Choice | None = None
         self._refusal: CheckpointError | None = None
@@ -201,15 +207,42 @@ class Load:
         assert self._remains is not None
         outlines: list[Loaded] = []
 
-        def allocate(attempt: Attempt, state: dict[str, Any], specs: Sequence[TensorSpec]) -> Mapping[str, Tensor]:
+        def allocate(attempt: Attempt, state: dict[str, Any], specs: Sequence[TensorSpec]) -> Mapping[str, Any]:
             path = self._setting.place.folder(attempt)
             outlines.append(replace(self._outline(attempt, state, specs, path), is_from_memory=True))
             return self._targets(outlines[0], specs)
 
-        recalled = recall(self._setting.group, self._remains, left, allocate)
+        read_state = recall if self._wanted is None else recall_wanted
+        recalled = read_state(self._setting.group, self._remains, left, allocate)
         return replace(outlines[0], tensors=dict(recalled.tensors))
 
     def _read(self, path: Path, digest: str) -> Loaded:
+        if self._wanted is not None:
+            return self._read_wanted(path, digest)
+        inspected, outline = self._inspect(path, digest)
+        return replace(outline, tensors=read(inspected, self._targets(outline, inspected.specs)))
+
+    def _read_wanted(self, path: Path, digest: str) -> Loaded:
+        """As `_read`, of what this rank wants; every rank calls it."""
+        group, opened = self._setting.group, []
+
+        def open_parts() -> list[PartTargets]:
+            inspected, outline = self._inspect(path, digest)
+            opened.append(replace(outline, tensors=self._targets(outline, inspected.specs)))
+            return [
+                PartTargets(Path(part_name(index)), header, manifest.size_bytes, manifest.crc32, opened[0].tensors)
+                for index, (manifest, header) in enumerate(zip(inspected.manifests, inspected.headers))
+            ]
+
+        parts, plan = agree(group, open_parts)
+        for index, part in enumerate(parts):
+            try:
+                read_chunks(path / part_name(index), part, plan.chunks(group.rank, index))
+            except (OSError, EOFError) as error:
+                raise DamagedError(f"{part_name(index)}: {reason_of(error)}") from None
+        return opened[0]
+
+    def _inspect(self, path: Path, digest: str) -> tuple[Inspected, Loaded]:
         def look() -> Inspected:
             commit = read_commit(path)
             if commit.sha256 != digest:
@@ -218,8 +251,7 @@ class Load:
 
         patience_s = 0.0 if self._setting.is_rank_zero else self._setting.patience_s
         inspected = patiently(look, patience_s=patience_s)
-        outline = self._outline(inspected.commit.attempt, inspected.state, inspected.specs, path)
-        return replace(outline, tensors=read(inspected, self._targets(outline, inspected.specs)))
+        return inspected, self._outline(inspected.commit.attempt, inspected.state, inspected.specs, path)
 
     def _outline(self, attempt: Attempt, state: dict[str, Any], specs: Sequence[TensorSpec], path: Path) -> Loaded:
         """What will be loaded, with tensors of shape and type alone."""
@@ -229,10 +261,11 @@ class Load:
             attempt.run_id, attempt.nonce,
         )  # fmt: skip
 
-    def _targets(self, outline: Loaded, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-        """Memory for each tensor: the memory that the caller lent if it is suitable, else new memory."""
+    def _targets(self, outline: Loaded, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+        """Memory for what is wanted of each tensor: that which the caller lent if it is suitable, else new memory."""
         may_fill = self._fits is None or self._fits(outline)
-        return memory_for(specs, self._into if may_fill else {})
+        wanted = self._wanted(outline) if self._wanted is not None else None
+        return memory_for(specs, self._into if may_fill else {}, wanted or {})
 
     def _skip(self, skipped: Skipped) -> None:
         self._skipped.append(skipped)
@@ -264,18 +297,3 @@ def read(inspected: Inspected, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         except (OSError, EOFError) as error:
             raise DamagedError(f"{part_name(index)}: {reason_of(error)}") from None
     return tensors
-
-
-def memory_for(specs: Sequence[TensorSpec], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory for each tensor: from `into` if it can be filled, else new."""
-    outlines = allocate(specs, device="meta")
-    lent = {name: into[name] for name, like in outlines.items() if name in into and can_be_filled(into[name], like)}
-    # two threads must not fill the same bytes: of tensors that share memory, only the first is filled in place
-    filled, reached = {}, 0
-    for name, tensor in sorted(lent.items(), key=lambda item: item[1].data_ptr()):
-        if tensor.data_ptr() >= reached:
-            filled[name] = tensor
-            reached = tensor.data_ptr() + tensor.nbytes
-    increment_version(list(filled.values()))  # as torch does whenever it writes to a tensor
-    memory = filled | allocate(spec for spec in specs if spec.name not in filled)
-    return {spec.name: memory[spec.name] for spec in specs}

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from hetseq.checkpoint.arena import arena_bytes, check_memory, node_name
 from hetseq.checkpoint.async_save import Background
 from hetseq.checkpoint.bandwidth import better_weights
@@ -34,6 +32,7 @@ from hetseq.checkpoint.retention import Retention
 from hetseq.checkpoint.selection import describe as describe_choice
 from hetseq.checkpoint.snapshot import image_bytes
 from hetseq.checkpoint.sync_save import Plan, Save, SaveResult, make_plan, say
+from hetseq.checkpoint.target_memory import Wanted
 from hetseq.checkpoint.tensor_slices import Held
 from hetseq.checkpoint.verification import verify
 
@@ -361,8 +360,9 @@ class CheckpointManager:
         self,
         which: str = "latest",
         *,
-        into: Mapping[str, Tensor] | None = None,
+        into: Mapping[str, Held] | None = None,
         fits: Callable[[Loaded], bool] | None = None,
+        wanted: Callable[[Loaded], Wanted | None] | None = None,
     ) -> Loaded | None:
         """The state that `which` names, every byte verified; every rank calls it and gets the same.
 
@@ -375,8 +375,17 @@ class CheckpointManager:
         checkpoint's tensors are read, with a Loaded whose tensors have shapes and types alone (device "meta");
         if it returns False, `into` is not used for it. If this raises, and under names that the result lacks, `into`
         may hold unverified values: do not use them. If this returns None, `into` is unchanged.
+
+        `wanted`, given on all ranks or on none, is called after `fits` with the same Loaded, and returns what this rank
+        wants: for each name the elements (begin, end) in row-major order, sorted and disjoint; None is everything.
+        Tensors that it does not name are read whole. The result has a tuple of TensorSlice for each name that it names,
+        empty if it named no elements; `into` may lend a whole tensor or slices for them. Each rank reads what it wants,
+        and the ranks together verify every byte before any of them gets the state. Raises ValueError for elements that
+        do not exist.
         """
-        load = Load(self._setting, which, into=into or {}, fits=fits, remains=self._remains, left=self._left)
+        load = Load(
+            self._setting, which, into=into or {}, fits=fits, wanted=wanted, remains=self._remains, left=self._left
+        )
         loaded = load.run()
         self._needs_remains = loaded is not None and loaded.is_from_memory
         return loaded

@@ -17,21 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hetseq.checkpoint.layout import TensorSpec, whole_tensors
 from hetseq.checkpoint.leftover_memory import LeftPart, Remains
-from hetseq.checkpoint.part_format import parse_header
+from hetseq.checkpoint.memory_checksums import chunk_sum
+from hetseq.checkpoint.part_format import PartHeader, header_in, parse_header
 from hetseq.checkpoint.part_io import copy_part
 from hetseq.checkpoint.rank_messages import RowGroup, exchange_texts
-from hetseq.checkpoint.records import Attempt, Commit, DamagedError, parse_state
+from hetseq.checkpoint.records import CHUNK_BYTES, Attempt, Commit, DamagedError, parse_state
+from hetseq.checkpoint.shared_read import PartTargets, agree, copy_chunks
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16 << 20  # bytes sent at once, so that a deadline applies to a piece
 
 #: returns memory for the tensors of a checkpoint, from the attempt, the state and the tensors' shapes
-Allocate = Callable[[Attempt, dict[str, Any], Sequence[TensorSpec]], Mapping[str, Tensor]]
+Allocate = Callable[[Attempt, dict[str, Any], Sequence[TensorSpec]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Recalled:
 
     attempt: Attempt
     state: dict[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Any]  # whole tensors, or tuples of TensorSlice
 
 
 def find_states(group: RowGroup, parts: Sequence[LeftPart]) -> list[LeftState]:
@@ -118,10 +119,83 @@ def recall(group: RowGroup, remains: Remains, wanted: LeftState, allocate: Alloc
     """
     own = {part.index: part for part in remains.parts if part.plan == wanted.plan}
     images = _gather_images(group, own, wanted)
-    try:
-        return _read([images[index] for index in range(len(wanted.sizes))], allocate)
-    except ValueError as error:  # the parts do not make up whole tensors
-        raise DamagedError(f"the parts in memory do not fit together: {error}") from None
+    return _read([images[index] for index in range(len(wanted.sizes))], allocate)
+
+
+def recall_wanted(group: RowGroup, remains: Remains, state: LeftState, allocate: Allocate) -> Recalled:
+    """As `recall`, if `allocate` returns only what this rank wants, which may be slices.
+
+    A chunk is sent only if a rank wants it whose node lacks that part; no rank holds a second image of a part. Chunks
+    that no rank wants are verified on the nodes that have them.
+    """
+    own = {part.index: part for part in remains.parts if part.plan == state.plan}
+    images = [_image_or_header(group, own.get(index), index, state) for index in range(len(state.sizes))]
+    recalled: list[Recalled] = []
+
+    def open_parts() -> list[PartTargets]:
+        headers = [
+            parse_header(image.content, source=_place(image), size=size) for image, size in zip(images, state.sizes)
+        ]
+        recalled.append(_allocate(images, headers, allocate))
+        tensors = recalled[0].tensors
+        return [
+            PartTargets(_place(image), header, size, image.sums, tensors)
+            for image, header, size in zip(images, headers, state.sizes)
+        ]
+
+    parts, plan = agree(group, open_parts, holders=state.holders)
+    failures = []
+    for image, part, holders in zip(images, parts, state.holders):
+        try:
+            if group.rank in holders:
+                copy_chunks(image.content, part, plan.chunks(group.rank, image.index), chunk_sum)
+        except Exception as error:  # raised only after the other ranks have got what they want
+            failures.append(error)
+        lacking = [rank for rank in range(group.world_size) if rank not in holders]
+        for chunk in sorted(set().union(*(plan.wanted[rank][image.index] for rank in lacking))):
+            received = _send_chunk(group, image, part, chunk, source=min(holders))
+            try:
+                if group.rank in lacking and chunk in part.wanted:
+                    part.take(chunk, received, chunk_sum)
+            except DamagedError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+    return recalled[0]
+
+
+def _image_or_header(group: RowGroup, part: LeftPart | None, index: int, state: LeftState) -> _Image:
+    """A part on this rank's own node; of another one, only the header, which the lowest rank that has it sends."""
+    size, holders = state.sizes[index], state.holders[index]
+    own = None if part is None else _Image(index, part.arena.image[:size], part.sums, part.state)
+    if len(holders) == group.world_size:
+        assert own is not None
+        return own
+    header = None if own is None else header_in(own.content)
+    told = None if own is None or header is None else [list(own.sums), own.state, len(header)]
+    sums, text, length = json.loads(exchange_texts(group, json.dumps(told))[min(holders)])
+    content = memoryview(bytearray(length))
+    if group.rank == min(holders):
+        assert header is not None
+        content[:] = header
+    _broadcast(group, content, source=min(holders))
+    return own or _Image(index, content, sums, text)
+
+
+def _send_chunk(group: RowGroup, image: _Image, part: PartTargets, chunk: int, *, source: int) -> memoryview:
+    """One chunk of a part, on every rank."""
+    length = part.length(chunk)
+    if group.rank == source:
+        content = image.content[chunk * CHUNK_BYTES :][:length]
+    else:
+        content = memoryview(bytearray(length))
+    _broadcast(group, content, source=source)
+    return content
+
+
+def _broadcast(group: RowGroup, content: memoryview, *, source: int) -> None:
+    for begin in range(0, len(content), _AT_ONCE):
+        group.broadcast(torch.from_numpy(np.frombuffer(content[begin : begin + _AT_ONCE], np.uint8)), source=source)
 
 
 @dataclass(frozen=True)
@@ -164,12 +238,20 @@ def _send(group: RowGroup, own: _Image | None, index: int, size: int, *, source:
 
 def _read(images: Sequence[_Image], allocate: Allocate) -> Recalled:
     headers = [parse_header(image.content, source=_place(image)) for image in images]
-    attempt, state = parse_state((images[0].state or "").encode(), source=_place(images[0]))
-    specs = whole_tensors(piece for header in headers for piece in header.pieces)
-    tensors = allocate(attempt, state, specs)
+    recalled = _allocate(images, headers, allocate)
     for image, header in zip(images, headers):
-        copy_part(_place(image), image.content, header, image.sums, tensors)
-    return Recalled(attempt, state, tensors)
+        copy_part(_place(image), image.content, header, image.sums, recalled.tensors)
+    return recalled
+
+
+def _allocate(images: Sequence[_Image], headers: Sequence[PartHeader], allocate: Allocate) -> Recalled:
+    """The state, and memory for its tensors."""
+    attempt, state = parse_state((images[0].state or "").encode(), source=_place(images[0]))
+    try:
+        specs = whole_tensors(piece for header in headers for piece in header.pieces)
+    except ValueError as error:
+        raise DamagedError(f"the parts in memory do not fit together: {error}") from None
+    return Recalled(attempt, state, allocate(attempt, state, specs))
 
 
 def _place(image: _Image) -> Path:

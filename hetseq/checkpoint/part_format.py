@@ -117,11 +117,21 @@ def read_header(path: Path) -> PartHeader:
     return _header_of(bytes(start), bytes(raw), size, path)
 
 
-def parse_header(content: memoryview, *, source: Path) -> PartHeader:
-    """As `read_header`, for a part in memory; errors name it `source`."""
+def parse_header(content: memoryview, *, source: Path, size: int | None = None) -> PartHeader:
+    """As `read_header`, for a part in memory; errors name it `source`.
+
+    `content` may be only the header of a part of `size` bytes.
+    """
+    size = len(content) if size is None else size
     start = bytes(content[:8])
-    raw = bytes(content[8 : 8 + _header_length(start, len(content), source)])
-    return _header_of(start, raw, len(content), source)
+    raw = bytes(content[8 : 8 + _header_length(start, size, source)])
+    return _header_of(start, raw, size, source)
+
+
+def header_in(content: memoryview) -> memoryview:
+    """The part of an image that its header claims to be; at most all of it."""
+    length = int.from_bytes(content[:8], "little")
+    return content[: 8 + min(length, HEADER_LIMIT)]
 
 
 def _header_length(start: bytes | bytearray, size: int, source: Path) -> int:

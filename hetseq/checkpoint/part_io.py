@@ -100,7 +100,7 @@ def read_part(path: Path, header: PartHeader, crc32: Sequence[int], tensors: Map
     """
     raw = bytearray(len(header.raw))
     flats = (tensors[piece.spec.name].detach().view(-1)[piece.begin : piece.end] for piece in header.pieces)
-    views = [memoryview(raw), *map(_view, flats)]
+    views = [memoryview(raw), *map(view_bytes, flats)]
     if len(crc32) != -(-sum(map(len, views)) // CHUNK_BYTES):
         raise DamagedError(f"{path.name}: its size differs from that in its manifest")
     with reading(path) as (descriptor, _):
@@ -120,7 +120,7 @@ def copy_part(
     """
     raw = bytearray(len(header.raw))
     flats = (tensors[piece.spec.name].detach().view(-1)[piece.begin : piece.end] for piece in header.pieces)
-    views = [memoryview(raw), *map(_view, flats)]
+    views = [memoryview(raw), *map(view_bytes, flats)]
     if sum(map(len, views)) != len(image) or len(sums) != -(-len(image) // CHUNK_BYTES):
         raise DamagedError(f"{source.name}: its size differs from that in its record")
     unread = iter(list(enumerate(_cut(views, CHUNK_BYTES))))  # the threads share it, under the interpreter's lock
@@ -179,7 +179,7 @@ class _Pass:
                 return
             last = min(first + CHUNKS_AT_ONCE, len(self._chunks))
             views = [view for chunk in self._chunks[first:last] for view in chunk]
-            _fill(self._descriptor, views, first * CHUNK_BYTES)
+            fill_views(self._descriptor, views, first * CHUNK_BYTES)
             for index in range(first, last):
                 self._unchecked.put(index)
 
@@ -220,7 +220,7 @@ def _cut(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memoryv
         yield chunk
 
 
-def _fill(descriptor: int, views: Sequence[memoryview], begin: int) -> None:
+def fill_views(descriptor: int, views: Sequence[memoryview], begin: int) -> None:
     """Fill the views in order with the bytes of a file from `begin` on; EOFError if the file ends too early."""
     first, rest = 0, list(views)
     while first < len(rest):
@@ -258,10 +258,11 @@ def can_be_filled(tensor: Tensor, like: Tensor) -> bool:
 
 
 def _bytes_of(piece: Piece, held: Held) -> memoryview:
-    return _view(elements_of(held, piece).detach().reshape(-1).contiguous().cpu())
+    return view_bytes(elements_of(held, piece).detach().reshape(-1).contiguous().cpu())
 
 
-def _view(flat: Tensor) -> memoryview:
+def view_bytes(flat: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of one dimension on the CPU."""
     return memoryview(cast(Any, flat.view(torch.uint8).numpy()))  # an array is a buffer, though its stubs do not say so
 
 

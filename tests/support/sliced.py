@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetseq.checkpoint import CheckpointManager, Identity, TensorSlice
+from hetseq.checkpoint import CheckpointManager, Identity, Loaded, TensorSlice
 from tests.support.checkpoints import LINEAGE, manager, seal
 
 ELEMENTS = 90
@@ -31,6 +31,19 @@ def extents(weights: Sequence[int], elements: int = ELEMENTS) -> list[tuple[int,
     """The elements of each rank."""
     ends = [elements * total // sum(weights) for total in itertools.accumulate(weights, initial=0)]
     return list(itertools.pairwise(ends))
+
+
+def wanting(rank: int, weights: Sequence[int], elements: int = ELEMENTS) -> Callable[[Loaded], Any]:
+    """What one rank wants of a state: its slices, and all other tensors whole."""
+    begin, end = extents(weights, elements)[rank]
+
+    def wanted(outline: Loaded) -> Any:
+        assert {name: (tensor.shape, tensor.is_meta) for name, tensor in outline.tensors.items()} == {
+            name: (tensor.shape, True) for name, tensor in state_of(0, elements).items()
+        }
+        return {name: [(begin, end)] if begin < end else [] for name in CUT}
+
+    return wanted
 
 
 def slice_of(tensor: Tensor, begin: int, end: int) -> TensorSlice:
@@ -88,3 +101,12 @@ def is_state(tensors: Mapping[str, Any], step: int, elements: int = ELEMENTS) ->
         )
         for name, tensor in tensors.items()
     )
+
+
+def extents_in(loaded: Loaded) -> dict[str, list[tuple[int, int]]]:
+    """The elements of each tensor of which there are slices."""
+    return {
+        name: [(one.begin, one.end) for one in held]
+        for name, held in loaded.tensors.items()
+        if not isinstance(held, Tensor)
+    }

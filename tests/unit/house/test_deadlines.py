@@ -30,6 +30,9 @@ hetseq/checkpoint/part_io.py
     _Pass.run: other.join: whoever reads has put in the last word on both roads out
     _Pass._check_all: _unchecked.get: as above; the thread that reads puts something in for each chunk, or the
         last word
+hetseq/checkpoint/shared_read.py
+    _take_all: with PoolExecutor: the threads compute, and wait for nobody but the disk
+    _take_all: done.result: the threads compute, and wait for nobody but the disk
 hetseq/checkpoint/snapshot.py
     Snapshot.finish: copying.join: the thread computes, and waits for nobody but the disk
     Snapshot.close: _thread.join: its last task is None, and the others compute
