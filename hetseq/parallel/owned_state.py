@@ -7,7 +7,7 @@ groups gets the fragments that this rank owns in their place (`OwnedState`), and
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class OwnedState:
         self.optimizer, self.names = optimizer, dict(names)
         #: the parameters of each group, as the builder gave them
         self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._by_name = {name: parameter for parameter, name in names.items()}
         self._places = {parameter: index for index, parameter in enumerate(names)}
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
         #: what this rank held by earlier cuts, until the state has moved
@@ -94,20 +95,39 @@ class OwnedState:
                     tensors[f"optim.{name}.{key}"] = value.detach()
         return tensors, numbers
 
+    def wanted(self, outline: Mapping[str, torch.Tensor]) -> dict[str, list[tuple[int, int]]]:
+        """The elements of each tensor that this rank owns, by the shapes of a checkpoint; others it reads whole."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for full_name, like in outline.items():
+            kind, _, rest = full_name.partition(".")
+            name = rest if kind == "model" else rest.rpartition(".")[0] if kind == "optim" else ""
+            if name not in self._by_name or not self._by_name[name].numel():
+                continue
+            one, is_divided = self.fragments.get(name), like.dim() > 0 and like.shape == self._by_name[name].shape
+            if one is None:
+                found[full_name] = []
+            elif is_divided:
+                found[full_name] = [(one.begin, one.end)]
+        return found
+
+    def load_parameter_(self, name: str, value: torch.Tensor | Sequence[TensorSlice]) -> None:
+        """Take what this rank owns of a parameter, from a whole tensor or from exactly its slice."""
+        fragment = self.fragments[name]
+        fragment.owned.data.copy_(_part_of(value, fragment))
+
     def load_(self, full_name: str, value: Any) -> None:
-        """Take what this rank owns of the state that `optim.<fqn>.<key>` names, a whole tensor or a number."""
+        """Take what this rank owns of the state that `optim.<fqn>.<key>` names, of a tensor or a number."""
         name, _, key = full_name.removeprefix("optim.").rpartition(".")
         fragment = self.fragments.get(name)
         if fragment is None:
             return
-        if isinstance(value, torch.Tensor):
-            is_divided = value.dim() > 0 and value.shape == fragment.parameter.shape
-            value = _cut_out(value, fragment)
+        is_slices = not isinstance(value, torch.Tensor) and isinstance(value, (list, tuple))
+        if is_slices or (isinstance(value, torch.Tensor) and value.dim() and value.shape == fragment.parameter.shape):
+            value = _part_of(value, fragment)
+            value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
+        elif isinstance(value, torch.Tensor):
             is_fused = bool(self.group_of()[fragment.parameter].get("fused"))
-            if is_divided:
-                value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
-            elif value.dim() or is_fused:
-                value = value.to(fragment.owned.device)
+            value = value.to(fragment.owned.device) if value.dim() or is_fused else value
         self.optimizer.state[fragment.owned][key] = value
 
     def adopt_(self, reducer: OwnedGradients, *, cut: int) -> None:
@@ -163,6 +183,17 @@ def _slice_of(value: torch.Tensor, fragment: Fragment) -> HeldTensor:
     if fragment.end - fragment.begin == fragment.parameter.numel():
         return value.view(whole)
     return [TensorSlice(value, fragment.begin, fragment.end, whole)]
+
+
+def _part_of(value: torch.Tensor | Sequence[TensorSlice], fragment: Fragment) -> torch.Tensor:
+    """The elements of a fragment, in its shape, from a whole tensor or from its own slice of one."""
+    if isinstance(value, torch.Tensor):
+        flat = value.reshape(-1)[fragment.begin : fragment.end]
+    else:
+        (one,) = value
+        assert (one.begin, one.end) == (fragment.begin, fragment.end)
+        flat = one.tensor
+    return flat.view(fragment.owned.shape)
 
 
 def _cut_out(value: Any, fragment: Fragment) -> Any:

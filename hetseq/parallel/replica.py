@@ -173,6 +173,18 @@ class Replica:
         """The names in `model_tensors` that an update does not touch: buffers and untrained parameters."""
         return self.model_tensors().keys() - {f"model.{name}" for name in self._names.values()}
 
+    def outlines(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Shapes and types of what was loaded; slices were read only of a checkpoint that fits (`wanted`)."""
+        live = self.model_tensors() if self.owned is not None else {}
+        return {
+            name: held if isinstance(held, torch.Tensor) else live.get(name, torch.empty(0, device="meta"))
+            for name, held in tensors.items()
+        }
+
+    def wanted(self, outline: Mapping[str, torch.Tensor]) -> dict[str, list[tuple[int, int]]] | None:
+        """The elements that this rank needs of each tensor of a checkpoint with these shapes; None: all of all."""
+        return None if self.owned is None else self.owned.wanted(outline)
+
     def check(self, tensors: Mapping[str, torch.Tensor], optimizer_names: Iterable[str]) -> None:
         """Raise CheckpointMismatch where `load_model` or `load_optimizer` would; only shapes and dtypes are read."""
         check_fit(self.model_tensors(), tensors)
@@ -181,9 +193,23 @@ class Replica:
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load saved parameters and buffers into the model with `load_model_`."""
-        load_model_(self.model, tensors)
+        if self.owned is None:
+            load_model_(self.model, tensors)
+        else:
+            self._load_parts(tensors)
         self.reducer.changed()
         self.buffers.renew()
+
+    def _load_parts(self, tensors: Mapping[str, Any]) -> None:
+        """Load what this rank owns of the parameters, and whatever has no owner."""
+        assert self.owned is not None
+        common = self.common_model_tensors()
+        with torch.no_grad():
+            for name, live in common.items():
+                if not _is_same_memory(live, tensors[name]):
+                    live.copy_(tensors[name])
+            for name in self.owned.fragments:
+                self.owned.load_parameter_(name, tensors[f"model.{name}"])
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Give the optimizer its saved state. It takes over the tensors, which are copied only where necessary."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.checkpoint.directory import scan
+from hetseq.checkpoint.target_memory import Wanted
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.comm.group import Group
 from hetseq.config.sections import CheckpointConfig, flag
@@ -159,11 +160,21 @@ def choose_checkpoint(
         logger.info("--resume %s was the beginning of this run, which has continued since", which)
         which = "latest"
     into = target.replica.model_tensors() if target is not None else {}
+    reads_parts = target is not None and target.replica.owned is not None and sharing.count == 1
+    if reads_parts and target is not None:
+        into = target.replica.common_model_tensors()
 
     def accepts(loaded: Loaded, is_own: bool) -> bool:
         return target is not None and target.accepts(loaded, config, is_own=is_own)
 
-    beginning = _load_newest(manager, which, directory, sharing, into=into, accepts=accepts)
+    def wanted(loaded: Loaded, is_own: bool) -> Wanted | None:
+        """Of a checkpoint that fits, what this rank owns; another one is read whole, and refused by all ranks alike."""
+        assert target is not None
+        return target.replica.wanted(loaded.tensors) if accepts(loaded, is_own) else None
+
+    beginning = _load_newest(
+        manager, which, directory, sharing, into=into, accepts=accepts, wanted=wanted if reads_parts else None
+    )  # fmt: skip
     if beginning is not None and which != "latest" and beginning.loaded.identity.step < newest_step:
         place = sharing.text_of(sight.newest_at, str(directory.path))
         raise CheckpointMismatch(
@@ -235,14 +246,20 @@ def _load_newest(
     *,
     into: Mapping[str, Tensor],
     accepts: Callable[[Loaded, bool], bool],
+    wanted: Callable[[Loaded, bool], Wanted | None] | None,
 ) -> Beginning | None:
     """The newest of the checkpoints that the directory groups find for `which`, on every rank. Collective.
 
     A received checkpoint overwrites everything that this group has read into the model, or is refused by `resume`.
     """
+
+    def is_own(found: Loaded) -> bool:
+        return _is_below(str(found.path), str(directory.path))
+
     loaded, error = _load(
-        manager, which, into, lambda found: accepts(found, _is_below(str(found.path), str(directory.path)))
-    )
+        manager, which, into, lambda found: accepts(found, is_own(found)),
+        None if wanted is None else lambda found: wanted(found, is_own(found)),
+    )  # fmt: skip
     mine = _offer(loaded, error, directory)
     rows = [Offer.unpack(row) for row in sharing.whole.all_gather_rows(np.array(mine.pack(), np.int64)).tolist()]
     offers = [rows[writer] for writer in sharing.writers]
@@ -264,10 +281,10 @@ def _load_newest(
         if not has_it[sharing.number]:
             _say_what_is_lacking(directory, loaded, error, sharing, source)
             loaded = None  # the received one needs its memory
-        is_own = offers[winner].is_own
+        is_own_there = offers[winner].is_own
         loaded = send_checkpoint(
             sharing, loaded, source=source, has_it=has_it[sharing.number], into=into,
-            fits=lambda sent: accepts(sent, is_own),
+            fits=lambda sent: accepts(sent, is_own_there),
         )  # fmt: skip
     assert loaded is not None, "a group without an offer has just received one"
     return Beginning(loaded, offers[winner].is_own, not has_it[sharing.number], sharing.writers[winner])
@@ -286,10 +303,14 @@ def _say_what_is_lacking(
 
 
 def _load(
-    manager: CheckpointManager, which: str, into: Mapping[str, Tensor], fits: Callable[[Loaded], bool]
+    manager: CheckpointManager,
+    which: str,
+    into: Mapping[str, Tensor],
+    fits: Callable[[Loaded], bool],
+    wanted: Callable[[Loaded], Wanted | None] | None,
 ) -> tuple[Loaded | None, Exception | None]:
     try:
-        return manager.load(which, into=into, fits=fits), None
+        return manager.load(which, into=into, fits=fits, wanted=wanted), None
     except PeerLostError:
         raise  # no peer is left to tell
     except Exception as error:
@@ -414,7 +435,7 @@ def _check_fit(replica: Replica, loaded: Loaded, resets: Sequence[str]) -> None:
     """Raise CheckpointMismatch if the checkpoint does not fit the replica."""
     numbers = loaded.state["optimizer_numbers"] or {}
     names = [name for name in (*loaded.tensors, *numbers) if name.startswith("optim.")]
-    replica.check(loaded.tensors, [] if "optimizer" in resets else names)
+    replica.check(replica.outlines(loaded.tensors), [] if "optimizer" in resets else names)
 
 
 def _resets_done(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> dict[str, int]:
