@@ -172,6 +172,8 @@ CODES = {
     "worker-silent": "A rank did not answer within `--step-deadline`.",
     "worker-raised": "Code of the task has raised an exception on a rank.",
     "memory-exhausted": "The memory of a device does not hold the smallest piece of work.",
+    "no-owner": "None of the ranks that --own lets own a part of the state is there, so all ranks own as much.",
+    "state-lost": "A rank that owned a part of the state was lost, and all ranks go back to the newest state.",
     "batch-halved": "The memory of a device did not hold a micro-batch, so smaller ones are used there.",
     "memory-for-saves": "There is no shared memory for a copy of the state, so training waits for each save.",
     "save-failed": "The last save of a run failed.",

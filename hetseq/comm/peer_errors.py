@@ -12,7 +12,7 @@ from hetseq.system.device_memory import is_exhausted
 
 
 class Work:
-    """A pending collective as `Pending`, whose errors are those of `PeerErrors`."""
+    """A pending collective as `Pending`, with the errors of `PeerErrors`."""
 
     def __init__(self, wait: Callable[[], None], what: str, deadline_s: float) -> None:
         self._wait, self._what, self._deadline_s = wait, what, deadline_s

@@ -188,8 +188,7 @@ class TaggedSlices:
     def _post(self, outgoing: dict[int, torch.Tensor], tag: int) -> Callable[[], list[dist.Work]]:
         """Post the outgoing messages; the result waits until they are posted.
 
-        gloo sends from host memory only, so those of a GPU are copied first, which must not hold up the thread that
-        computes.
+        gloo sends from host memory only, so slices on a GPU are copied first, beside the thread that computes.
         """
         if not any(piece.is_cuda for piece in outgoing.values()):
             posted = [self._gloo().send([piece], target, tag) for target, piece in outgoing.items()]
@@ -257,7 +256,7 @@ class _Serial:
         self._thread: threading.Thread | None = None
 
     def put(self, task: Callable[[], T]) -> Future[T]:
-        """Do `task` after the earlier ones; its result or error is that of the future."""
+        """Do `task` after the earlier ones; the future has its result or error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()

@@ -48,7 +48,7 @@ class _Unit:
 
     indices: list[int]
     starts: list[int]  # of each parameter in the memory, in elements
-    flat: torch.Tensor  # (elements,): all parameters; those of other owners are copies
+    flat: torch.Tensor  # (elements,): all parameters, of other owners as copies
     bounds: tuple[int, ...] = ()
     total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): sums of gradients
     fragments: list[tuple[Fragment, slice]] = field(default_factory=list)  # with its place in `total`
@@ -75,7 +75,7 @@ class OwnedGradients:
         """Move the parameters into memory of their units. Collective.
 
         `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
-        owner. Sums have the type `dtype` (default: that of the parameters).
+        owner. Sums have the type `dtype` (default: the parameters' own).
         """
         self.parameters, self.rank, self._group, self._dtype = list(parameters), group.rank, group, dtype
         self.exchange: SliceExchange = group.slices(self.parameters[0].device)
@@ -210,7 +210,7 @@ class OwnedGradients:
                 fragment.owned.grad = own.as_strided(fragment.owned.shape, fragment.owned.stride())
 
     def _show_own(self) -> None:
-        """Set `.grad` of the model's parameters to this rank's own gradients, which nobody else gets."""
+        """Set `.grad` of the model's parameters to this rank's own gradients, which no other rank gets."""
         for index in np.flatnonzero(self.used).tolist():
             parameter, view = self.parameters[index], self._view(index)
             parameter.grad = view if view is None or view.dtype == parameter.dtype else view.to(parameter.dtype)

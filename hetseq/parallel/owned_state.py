@@ -1,7 +1,7 @@
 """What one rank owns of the optimizer's state: an optimizer that was made for whole parameters updates fragments.
 
 The optimizer is built with the parameters of the model, so its builder sees their shapes and names. Then each of its
-groups gets the fragments that this rank owns in their place (`OwnedState`), and its state is that of the fragments.
+groups gets the fragments that this rank owns in their place (`OwnedState`), and keeps the state of the fragments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OwnedState:
         #: what this rank held by earlier cuts, until the state has moved
         self.earlier: dict[int, Held] = {}
         self.planned_bytes = 0  # the memory that this rank is expected to use; 0: not known
-        self.fraction = 0.0  # of the state, in relation to those of other ranks
+        self.fraction = 0.0  # of the state, in relation to other ranks
         self.cut = 0  # the generation that cut the state as it is held
         self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements
         _refuse_hidden_parameters(optimizer, self.names)
@@ -51,7 +51,7 @@ class OwnedState:
         self.is_elementwise = is_elementwise(optimizer)
 
     def group_of(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """The optimizer's group of each parameter of the model, also of those of which this rank owns nothing."""
+        """The optimizer's group of each parameter of the model, also where this rank owns nothing of it."""
         groups = self.optimizer.param_groups
         return {parameter: group for group, members in zip(groups, self._members) for parameter in members}
 
@@ -197,7 +197,7 @@ def _part_of(value: torch.Tensor | Sequence[TensorSlice], fragment: Fragment) ->
 
 
 def _cut_out(value: Any, fragment: Fragment) -> Any:
-    """A value of a whole parameter's state as that of a fragment: tensors of its shape are cut, others are kept."""
+    """A value of a whole parameter's state as a fragment's: tensors of its shape are cut, others are kept."""
     if not isinstance(value, torch.Tensor) or value.shape != fragment.parameter.shape or not value.dim():
         return value
     if value.shape == fragment.owned.shape:

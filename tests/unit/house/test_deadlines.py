@@ -20,6 +20,17 @@ ROOT = Path(__file__).resolve().parents[3]
 HARMLESS = """
 hetseq/loop/whole.py
     Whole._gathered: wait.wait: the collective got the deadline of its group
+hetseq/comm/slices.py
+    TaggedSlices._post: future.result: the thread waits for the GPU, then posts without waiting
+    _Awaited.wait: _future.result: the thread waits for messages with the deadline of the group
+    _Serial._serve: _tasks.get: an idle thread; `end` gives it None
+hetseq/parallel/owned_gradients.py
+    OwnedGradients._await_gathers: transfer.wait: a transfer has the deadline of its group
+    OwnedGradients._collect: unit.sending.wait: as above
+hetseq/parallel/state_move.py
+    _exchange_unit: exchange.swap(outgoing, incoming).wait: as above
+hetseq/run/foreign_parts.py
+    _send: exchange.swap(outgoing, incoming).wait: as above
 hetseq/parallel/buffers.py
     BufferKeeper.finish: _pending.wait: the collective got the deadline of its group
 hetseq/checkpoint/part_writer.py

@@ -33,7 +33,7 @@ BUT_WITH_TORCH = (
     "commands.selftest.checks", "commands.selftest.diagnosis", "commands.selftest.examine",
     "commands.selftest.fixed_randomness", "commands.selftest.measure",
 )  # fmt: skip
-MAY_CALL_COLLECTIVES = ("hetseq/comm/group.py", "hetseq/launch/launch.py")
+MAY_CALL_COLLECTIVES = ("hetseq/comm/group.py", "hetseq/comm/slices.py", "hetseq/launch/launch.py")
 #: inside torch.distributed.checkpoint, whose collectives are those of whoever calls `dcp.load`
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves
