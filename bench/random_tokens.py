@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hetseq import Task
 from hetseq.tasks.gpt.model import GptConfig, GptForCausalLM
+from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
 
 SAMPLES = 4096
 
@@ -79,12 +80,17 @@ class Tiny(RandomTokenTask):
 
 
 class Large(RandomTokenTask):
-    """40 M parameters, and rows so short that activations take next to no room beside them."""
+    """40 M parameters. Layers are computed again in backward, so activations take little room beside them."""
 
-    words, length, width, layers = 4000, 16, 512, 12
+    words, length, width, layers = 4000, 64, 512, 12
+
+    def build_model(self) -> GptForCausalLM:
+        model = self.network()
+        checkpoint_activations_(model)
+        return model
 
 
-class TwoUnits(RandomTokenTask):
+class TwoUnits(Large):
     """As `Large`, for a try of the script: 4 M parameters."""
 
     words, length, width, layers = 4000, 16, 256, 4

@@ -392,15 +392,16 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
 
 
 def owned_facts(controller: Any) -> dict[str, int]:
-    """With `--shard-model state`: elements of the state that the rank owns, of the whole and of the largest
-    unit, and bytes that the rank has moved so far."""
+    """With `--shard-model state`: elements of the state that the rank owns, of the whole and of the largest unit; bytes
+    that it has moved so far, and those of the shared memory that it has made."""
     if controller.replica.owned is None:
         return {}
     exchange = controller.replica.reducer.exchange
     owned, elements = controller.replica.owned.part
     traffic = {"sent_bytes": exchange.sent_bytes, "received_bytes": exchange.received_bytes}
     largest = max(bounds[-1] for bounds in controller.replica.reducer.ownership.bounds)
-    return {"owned": owned, "elements": elements, "largest_unit": largest, **traffic}
+    shared = sum(len(one.pages) for one in getattr(exchange, "_memory", {}).values())
+    return {"owned": owned, "elements": elements, "largest_unit": largest, "shared_bytes": shared, **traffic}
 
 
 class FolderStore:

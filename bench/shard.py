@@ -15,13 +15,14 @@ a rank that computes nothing and owns everything, which is not timed.
 
 `memory`: two ranks train a GPT of 40 M parameters in fp32 with AdamW, one micro-batch a step or four, in new processes
 that have trained a tiny one before, so that libraries and their pools are there. This script looks at them every 10 ms
-while they train, from the third step on. What a rank adds is its anonymous memory and its part of shared memory (PSS: a
-page that two ranks use counts half for each); pages of files are not counted. Bar: at most
+while they train, from the third step on. What a rank adds is resident anonymous memory, and shared memory that it has
+made itself, which others only read; pages of files are not counted. Bar: at most
 
     1.05 x (4 P + 12 f P + gradients) + 100 MiB
 
-where gradients are 4 P with several micro-batches, else three times the largest unit. Rows have 16 tokens, so
-activations are next to nothing. What a rank owns is within 2 % of its fraction.
+where gradients are 4 P with several micro-batches, else three times the largest unit: those that travel while the next
+one is computed. A rank that is ahead of the others holds more. Micro-batches have 128 tokens and layers are computed
+again in backward, so activations are few. What a rank owns is within 2 % of its fraction.
 """
 
 from __future__ import annotations
@@ -51,10 +52,9 @@ TRANSPORTS = {"shared memory": True, "gloo": False}
 REPLICA, FSDP = "replica", "FSDP2"
 OWNERS = ("1,1", "3,1")
 SERVER = "0,1"  # owns everything and computes nothing
-OWNERS_OF_MEMORY = (*OWNERS, "1,0")  # the last rank owns nothing
-MICRO_BATCHES = (1, 4)
+MICRO_BATCHES, MICRO_BATCH = (1, 4), 2  # of a rank's step, and its rows
 PARTS = ("time", "memory")
-_KB = re.compile(r"^(Pss_Anon|Pss_Shmem): +(\d+) kB$", re.MULTILINE)
+_ANONYMOUS_KB = re.compile(r"^Pss_Anon: +(\d+) kB$", re.MULTILINE)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -214,7 +214,7 @@ def verdict(row: dict[str, Any]) -> str:
 def memories(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """A row for each rank of each case: transport, owners and micro-batches of a step."""
     rows = []
-    cases = itertools.product(TRANSPORTS, OWNERS_OF_MEMORY, MICRO_BATCHES)
+    cases = itertools.product(TRANSPORTS, OWNERS, MICRO_BATCHES)
     for number, (transport, owners, micro_batches) in enumerate(cases):
         place = folder / str(number)
         place.mkdir()
@@ -222,36 +222,39 @@ def memories(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]
             ranks.set_as(is_worker=True)
             for name in ("gpt-tiny", arguments.large_model):
                 work = workloads.prepare(name, place, 0)
-                words = [*workloads.hetseq_words(work, 2 * micro_batches), "--batch-size", "1", *division(owners)]
-                before = [own_bytes(pid) for pid in ranks.pids]
+                batch = ["--batch-size", str(MICRO_BATCH)]
+                words = [*workloads.hetseq_words(work, 2 * MICRO_BATCH * micro_batches), *batch, *division(owners)]
+                before = [anonymous_bytes(pid) for pid in ranks.pids]
                 ranks.open(name, [words] * 2, shares_memory=TRANSPORTS[transport])
                 ranks.together(name, settle=2, steps=1)
             with watched(ranks.pids) as largest:
                 timings = ranks.together(arguments.large_model, settle=0, steps=arguments.steps)
         for rank, timing in enumerate(timings):
             case = f"{owners}, {transport}, {micro_batches} micro-batches, rank {rank}"
-            rows.append(memory_row(case, rank, owners, micro_batches, largest[rank] - before[rank], timing.steps[-1]))
+            facts = timing.steps[-1]
+            added_bytes = largest[rank] - before[rank] + facts["shared_bytes"]
+            rows.append(memory_row(case, rank, owners, micro_batches, added_bytes, facts))
     return rows
 
 
-def own_bytes(pid: int) -> int:
-    """Anonymous memory of a process and its part of shared memory; 0 if it has ended."""
+def anonymous_bytes(pid: int) -> int:
+    """Resident anonymous memory of a process; 0 if it has ended."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     except OSError:
         return 0
-    return 1024 * sum(int(size) for _, size in _KB.findall(rollup))
+    return 1024 * sum(map(int, _ANONYMOUS_KB.findall(rollup)))
 
 
 @contextmanager
 def watched(pids: Sequence[int]) -> Iterator[list[int]]:
-    """The largest `own_bytes` of each process during the block."""
+    """The largest `anonymous_bytes` of each process during the block."""
     largest, is_over = [0] * len(pids), threading.Event()
 
     def look() -> None:
         while not is_over.wait(LOOK_S):
             for place, pid in enumerate(pids):
-                largest[place] = max(largest[place], own_bytes(pid))
+                largest[place] = max(largest[place], anonymous_bytes(pid))
 
     watcher = threading.Thread(target=look)
     watcher.start()

@@ -1,7 +1,8 @@
 """Workloads of the benchmarks: a model and synthetic data, as options for HetSeq and as objects for any other loop.
 
-Every loop of a comparison gets the same model, the same data set with its own batching, and the same
-optimizer; only the loop differs. `MODELS` lists the workloads, and `random_tokens.GPTS` more; a BERT's data are written once into a folder.
+Every loop of a comparison gets the same model, the same data set with its own batching, and the same optimizer; only
+the loop differs. `MODELS` lists the workloads, and `random_tokens.GPTS` some for `bench/shard.py`; a BERT's data are
+written once into a folder.
 """
 
 from __future__ import annotations

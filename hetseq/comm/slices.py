@@ -124,7 +124,7 @@ class TaggedSlices:
         elements = total.numel()
         # slices differ in size: rounded up, the memory of one serves the next one
         received = {
-            giver: self.memory(1 << (elements - 1).bit_length(), total.dtype, total.device)
+            giver: self.memory(_rounded_up(elements), total.dtype, total.device)
             for giver in givers
             if giver != self._rank and elements
         }
@@ -219,6 +219,12 @@ class TaggedSlices:
     def _gloo(self) -> dist.ProcessGroup:
         assert self._transport is not None, "a world of one sends nothing"
         return self._transport()
+
+
+def _rounded_up(elements: int) -> int:
+    """At least so many, of four values in each octave."""
+    step = 1 << max(0, (elements - 1).bit_length() - 3)
+    return -(-elements // step) * step
 
 
 def add_in_order(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ from hetseq.comm.slices import SliceExchange, Transfer
 from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import add_converted_, are_finite, buckets_of, norm_of
+from hetseq.system.processes import return_freed_memory
 
 _ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same memory for its gradients
 
@@ -100,6 +101,8 @@ class OwnedGradients:
         self.ownership: Ownership = cut(sizes, fractions)
         for unit, bounds in zip(self._units, self.ownership.bounds, strict=True):
             self._divide(unit, bounds, cuts_tensors)
+        # the parameters have left the memory in which they were made, and a rank that owns little never fills it again
+        return_freed_memory()
         #: what this rank owns, by the place of the parameter in the model
         places = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.own_fragments = {places[fragment.parameter]: fragment for fragment in self.fragments}
