@@ -42,7 +42,7 @@ class Timing:
     wall_s: float
     cpu_s: float  # of the whole process, its threads for the network included
     samples: int  # of all ranks of the training, in all steps
-    steps: list[dict[str, Any]]  # by step: samples, loss; where HetSeq trained, seconds and shares too
+    steps: list[dict[str, Any]]  # by step: samples, loss; of HetSeq also seconds, shares, `owned_facts`
     settling: list[dict[str, Any]]  # the same of the steps before
 
     @property
@@ -116,6 +116,16 @@ class Ranks:
         request = {"do": "open_ddp", "name": name, "batch": batch, "world_size": len(self._ranks)}
         self._ask(dict.fromkeys(range(len(self._ranks)), request))
 
+    def open_fsdp(self, name: str, batch: int) -> None:
+        """As `open_ddp`, of a GPT under FSDP2: `fully_shard` of each layer, and of the rest."""
+        request = {"do": "open_fsdp", "name": name, "batch": batch, "world_size": len(self._ranks)}
+        self._ask(dict.fromkeys(range(len(self._ranks)), request))
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank."""
+        return [rank.pid for rank in self._ranks]
+
     def together(self, name: str, *, ranks: int | None = None, settle: int, steps: int) -> list[Timing]:
         """Train `settle + steps` steps of a training that has `ranks` ranks (default: all); one timing per rank."""
         request = {"do": "train", "name": name, "settle": settle, "steps": steps, "least_s": 0.0, "goes_on": False}
@@ -181,6 +191,10 @@ class _Rank:
         )  # fmt: skip
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def tell(self, request: Request) -> None:
         self._pipe.send_bytes(json.dumps(request).encode())
 
@@ -229,8 +243,8 @@ class Life:
     def run(self) -> None:
         """Handle one request after another until the script ends."""
         deeds: dict[str, Callable[..., Any]] = {
-            "open": self._open, "open_ddp": self._open_ddp, "train": self._train, "slow_down": self._slow_down,
-            "rest": lambda: {}, "set_as": self._set_as,
+            "open": self._open, "open_ddp": self._open_ddp, "open_fsdp": self._open_fsdp, "train": self._train,
+            "slow_down": self._slow_down, "rest": lambda: {}, "set_as": self._set_as,
         }  # fmt: skip
         while True:
             request = json.loads(self._pipe.recv_bytes())
@@ -254,17 +268,35 @@ class Life:
         return {}
 
     def _open_ddp(self, name: str, batch: int, world_size: int) -> dict[str, Any]:
+        from torch import nn
+
+        def wrap(model: nn.Module) -> nn.Module:
+            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+        return self._open_bare(name, batch, world_size, wrap)
+
+    def _open_fsdp(self, name: str, batch: int, world_size: int) -> dict[str, Any]:
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        def wrap(model: nn.Module) -> nn.Module:
+            mesh = init_device_mesh("cpu", (world_size,))
+            for layer in model.layers:  # type: ignore[union-attr]
+                fully_shard(layer, mesh=mesh)
+            return fully_shard(model, mesh=mesh)
+
+        return self._open_bare(name, batch, world_size, wrap)
+
+    def _open_bare(self, name: str, batch: int, world_size: int, wrap: Callable[[Any], Any]) -> dict[str, Any]:
+        """A bare loop in the default process group of torch."""
         import workloads
-        from torch import distributed, nn
+        from torch import distributed
 
         store = distributed.FileStore(str(self._folder / "ddp"), world_size)
         distributed.init_process_group(
             "gloo", store=store, rank=self._rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S)
         )
-
-        def wrap(model: nn.Module) -> nn.Module:
-            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-
         work = workloads.workload(self._model, self._folder.parent / "data")
         step = workloads.bare_loop(work, batch, rank=self._rank, world_size=world_size, wrap=wrap)
         self._trainings[name] = Training(lambda: {"loss": step(), "samples": world_size * batch})
@@ -351,12 +383,25 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
 
     def step() -> dict[str, Any]:
         controller.train_step()
-        return {key: metrics.last[key] for key in ("seconds", "loss", "samples", "shares")}
+        return {key: metrics.last[key] for key in ("seconds", "loss", "samples", "shares")} | owned_facts(controller)
 
     def slow_down(factor: float) -> None:
         throttles[-1].factor = factor
 
     return Training(step, slow_down)
+
+
+def owned_facts(controller: Any) -> dict[str, int]:
+    """With `--shard-model state`: elements of the state that the rank owns, of the whole and of the largest unit; bytes
+    that it has moved so far, and those of the shared memory that it has made."""
+    if controller.replica.owned is None:
+        return {}
+    exchange = controller.replica.reducer.exchange
+    owned, elements = controller.replica.owned.part
+    traffic = {"sent_bytes": exchange.sent_bytes, "received_bytes": exchange.received_bytes}
+    largest = max(bounds[-1] for bounds in controller.replica.reducer.ownership.bounds)
+    shared = sum(len(one.pages) for one in getattr(exchange, "_memory", {}).values())
+    return {"owned": owned, "elements": elements, "largest_unit": largest, "shared_bytes": shared, **traffic}
 
 
 class FolderStore:

@@ -1,7 +1,8 @@
 """Workloads of the benchmarks: a model and synthetic data, as options for HetSeq and as objects for any other loop.
 
-Every loop of a comparison gets the same model, the same data set with its own batching, and the same
-optimizer; only the loop differs. `MODELS` lists the workloads; a BERT's data are written once into a folder.
+Every loop of a comparison gets the same model, the same data set with its own batching, and the same optimizer; only
+the loop differs. `MODELS` lists the workloads, and `random_tokens.GPTS` some for `bench/shard.py`; a BERT's data are
+written once into a folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 import random_images
+import random_tokens
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +28,7 @@ from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
 from hetseq.training.precision import PRECISIONS
 
 TASK = Path(random_images.__file__)
+TOKENS_TASK = Path(random_tokens.__file__)
 LEARNING_RATE, CLIP_NORM = 1e-3, 25.0
 
 
@@ -100,6 +103,9 @@ def workload(name: str, folder: Path) -> Workload:
             random_images.build_model,
             _image_loss,
         )
+    if name in random_tokens.GPTS:
+        task = random_tokens.GPTS[name]
+        return Workload(name, ("--task", f"{TOKENS_TASK}:{task.__name__}"), task.rows, task.network, _token_loss)
     shape = BERTS[name]
     words = ("--task", "bert", "--data", str(folder))
 
@@ -146,6 +152,11 @@ def their_bert_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
 def _image_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
     images, labels = sample
     return F.cross_entropy(model(images), labels)
+
+
+def _token_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
+    rows: torch.Tensor = sample
+    return random_tokens.summed_loss(model, rows) / (rows.numel() - len(rows))
 
 
 def _bert_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:

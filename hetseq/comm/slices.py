@@ -60,8 +60,8 @@ class SliceExchange(Protocol):
     ) -> Transfer:
         """Begin to write to `total`, (own elements,), the sum of the own slice over the ranks `givers`, in rank order.
 
-        `flat`, (elements,), is the memory of a giver, None on other ranks; it must not change before the transfer is
-        over. Raises PeerLostError.
+        `flat`, (elements or more,), is the memory of a giver, None on other ranks; it must not change before the
+        transfer is over. Raises PeerLostError.
         """
         ...
 
@@ -121,20 +121,23 @@ class TaggedSlices:
     ) -> Transfer:
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         outgoing = self._outgoing(flat, bounds) if flat is not None else {}
-        incoming = {
-            giver: self.memory(total.numel(), total.dtype, total.device)
+        elements = total.numel()
+        # slices differ in size: rounded up, the memory of one serves the next one
+        received = {
+            giver: self.memory(_rounded_up(elements), total.dtype, total.device)
             for giver in givers
-            if giver != self._rank and total.numel()
+            if giver != self._rank and elements
         }
+        incoming = {giver: memory[:elements] for giver, memory in received.items()}
 
         def add_up() -> None:
             terms = [flat[own] if flat is not None and giver == self._rank else incoming[giver] for giver in givers]
             add_in_order(terms, total)
 
         def give_back() -> None:
-            self._free += incoming.values()
+            self._free += received.values()
 
-        return self._begin("gradients", outgoing, incoming, add_up if total.numel() else None, give_back)
+        return self._begin("gradients", outgoing, incoming, add_up if elements else None, give_back)
 
     def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
         own = flat[bounds[self._rank] : bounds[self._rank + 1]]
@@ -215,6 +218,12 @@ class TaggedSlices:
     def _gloo(self) -> dist.ProcessGroup:
         assert self._transport is not None, "a world of one sends nothing"
         return self._transport()
+
+
+def _rounded_up(elements: int) -> int:
+    """At least so many, of four values in each octave."""
+    step = 1 << max(0, (elements - 1).bit_length() - 3)
+    return -(-elements // step) * step
 
 
 def add_in_order(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:

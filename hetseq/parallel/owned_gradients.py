@@ -29,6 +29,9 @@ from hetseq.comm.slices import SliceExchange, Transfer
 from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import add_converted_, are_finite, buckets_of, norm_of
+from hetseq.system.processes import return_freed_memory
+
+_ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same memory for its gradients
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class _Unit:
     bounds: tuple[int, ...] = ()
     total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): sums of gradients
     fragments: list[tuple[Fragment, slice]] = field(default_factory=list)  # with its place in `total`
-    gradients: torch.Tensor | None = None  # (elements,), from the first gradient until they are sent
+    room: int = 0  # elements of the memory for its gradients, which units of about its size use in turn
+    gradients: torch.Tensor | None = None  # (room,), from the first gradient until they are sent
     missing: int = 0  # parameters whose gradient of the last micro-batch has not arrived yet
     is_sent: bool = False
     sending: Transfer | None = None
@@ -83,6 +87,8 @@ class OwnedGradients:
         self._units = [
             self._make_unit([index for index, _ in members]) for members in buckets_of(parameters, bucket_bytes)
         ]
+        for unit, room in zip(self._units, _rooms([unit.flat.numel() for unit in self._units])):
+            unit.room = room
         self._home = {index: (unit, place) for unit in self._units for place, index in enumerate(unit.indices)}
         sizes = [
             UnitSizes(
@@ -95,6 +101,8 @@ class OwnedGradients:
         self.ownership: Ownership = cut(sizes, fractions)
         for unit, bounds in zip(self._units, self.ownership.bounds, strict=True):
             self._divide(unit, bounds, cuts_tensors)
+        # the parameters have left the memory in which they were made, and a rank that owns little never fills it again
+        return_freed_memory()
         #: what this rank owns, by the place of the parameter in the model
         places = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.own_fragments = {places[fragment.parameter]: fragment for fragment in self.fragments}
@@ -314,9 +322,7 @@ class OwnedGradients:
     def _room(self, index: int) -> torch.Tensor:
         unit, place = self._home[index]
         if unit.gradients is None:
-            unit.gradients = self.exchange.memory(
-                unit.flat.numel(), self._dtype or unit.flat.dtype, unit.flat.device
-            )  # fmt: skip
+            unit.gradients = self.exchange.memory(unit.room, self._dtype or unit.flat.dtype, unit.flat.device)
         parameter = self.parameters[index]
         return unit.gradients.as_strided(parameter.shape, parameter.stride(), unit.starts[place])
 
@@ -366,3 +372,13 @@ class OwnedGradients:
 
     def _held(self) -> list[torch.Tensor]:
         return [one.owned.grad for one in self.fragments if one.owned.grad is not None]
+
+
+def _rooms(elements: Sequence[int]) -> list[int]:
+    """For each unit the elements of the largest one of about its size."""
+    rooms: dict[int, int] = {}
+    largest = 0
+    for size in sorted(set(elements), reverse=True):
+        largest = largest if size >= _ALIKE * largest > 0 else size
+        rooms[size] = largest
+    return [rooms[size] for size in elements]

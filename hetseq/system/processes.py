@@ -86,6 +86,16 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def return_freed_memory() -> None:
+    """Have glibc return all freed memory to the kernel, once; what is freed later is kept as `keep_freed_memory` said.
+
+    Other C libraries have no malloc_trim; then nothing happens.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def first_stop_signal(signals: bytes) -> int | None:
     """The first stop signal among those that came; other signals belong to other code in this process."""
     return next((number for number in signals if number in STOP_SIGNALS), None)

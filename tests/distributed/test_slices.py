@@ -105,3 +105,20 @@ def die_in_a_transfer(group: Group, kind: str, victim: int) -> str:
 def test_a_rank_that_dies_is_a_lost_peer(kind: str) -> None:
     ranks = run_ranks(die_in_a_transfer, 3, kind, 1, timeout_s=40, group_timeout_s=20, dies=[1])
     assert all(str(ranks[rank]).startswith("lost a peer") for rank in (0, 2)), ranks
+
+
+def sum_sizes(group: Group, sizes: list[int]) -> int:
+    """The pieces of memory for what an owner receives, after sums of several sizes one after the other."""
+    exchange = exchange_of(group, "tagged")
+    assert isinstance(exchange, TaggedSlices)
+    for elements in sizes:
+        total = torch.empty(elements if group.rank == 0 else 0)
+        bounds = (0, elements, elements)
+        exchange.sum_to_owners(torch.ones(elements), total, bounds=bounds, givers=(0, 1)).wait()
+        assert total.eq(2).all()
+    exchange.close()
+    return len(exchange._free)
+
+
+def test_an_owner_receives_slices_of_several_sizes_in_the_same_memory() -> None:
+    assert run_ranks(sum_sizes, 2, [100, 97, 111, 103, 99, 106], timeout_s=40) == [1, 0]
