@@ -4,8 +4,8 @@
 
 `time`: two ranks train a GPT of 6.8 M parameters in equal shares: as replicas, with owners 1:1 and 3:1, each through
 shared memory and through gloo over the loopback, and a bare loop under FSDP2 (`fully_shard` of each layer and of the
-rest, fused AdamW, gloo). All of them live in the same processes and take turns; ratios are those of a round. Bars: at
-most 1.25 times the time of a replica with the same transport, 0.75 times that of FSDP2. Bytes of a step, as the rank
+rest, fused AdamW, gloo). All of them live in the same processes and take turns; a ratio compares turns of one round. Bars: at
+most 1.25 times the time of a replica with the same transport, 0.75 times the time of FSDP2. Bytes of a step, as the rank
 counts them, are within 1 % of
 
     sent and received alike: a (1 - f) 4 P + f (C - a) 4 P
@@ -128,7 +128,7 @@ def division(owners: str) -> list[str]:
 
 
 def time_row(turn: str, replica: str, rounds: Sequence[dict[str, list[Timing]]]) -> dict[str, Any]:
-    """The ratios of a turn; processor time is that of both ranks."""
+    """The ratios of a turn; processor time is of both ranks together."""
 
     def ratios(other: str) -> tuple[figures.Spread, figures.Spread]:
         wall = figures.paired([wall_s(one[turn]) for one in rounds], [wall_s(one[other]) for one in rounds])

@@ -115,7 +115,7 @@ def divide_among(holdings: Sequence[Sequence[Piece]], weights: Sequence[float]) 
     """The pieces of each part, given the pieces that each rank holds; each lies within one that its rank holds.
 
     What one rank alone holds goes into its part. Whole tensors that the same ranks hold are divided among these by
-    `divide`, with equal weights if theirs are all zero: the result is that of `divide` if all ranks hold the same whole
+    `divide`, with equal weights if theirs are all zero: the result equals `divide`'s if all ranks hold the same whole
     tensors. Of slices that overlap, the elements that several ranks hold go to the one with the fewest bytes so
     far, large overlaps first. ValueError names a tensor whose shape or type differs between ranks, or of which no rank
     holds some elements; or explains the weights.

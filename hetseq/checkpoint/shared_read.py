@@ -1,7 +1,7 @@
 """Reading a checkpoint together: each rank reads what it wants, and all ranks together verify every byte.
 
 Responsible for: agreeing on the chunks that each rank reads, and filling tensors and slices from them. Does not choose
-the checkpoint, and does not know what is wanted or why. The one idea: a chunk is read into private memory, compared
+the checkpoint, and does not know why something is wanted. The one idea: a chunk is read into private memory, compared
 with its checksum there, and only then copied to where it is wanted. Nothing is kept of a chunk that is not wanted.
 
 The header of a part says where its tensors are, and a rank may not read the chunks that contain it. So the ranks
@@ -70,7 +70,7 @@ class PartTargets:
         return min(CHUNK_BYTES, self.size - index * CHUNK_BYTES)
 
     def take(self, index: int, chunk: memoryview, sum_of: Callable[[memoryview], int]) -> None:
-        """Verify one chunk and copy what is wanted of it; DamagedError if it is not as it was written."""
+        """Verify one chunk and copy the wanted parts of it; DamagedError if it is not as it was written."""
         begin = index * CHUNK_BYTES
         if sum_of(chunk) != self.sums[index]:
             raise other_checksum(self.source, begin, len(chunk))

@@ -1,4 +1,4 @@
-"""Memory for what is read: lent by the caller where it is suitable, else new.
+"""Memory for reading: lent by the caller where it is suitable, else new.
 
 Responsible for: one place for each tensor, or for each wanted slice of it. Does not read.
 """

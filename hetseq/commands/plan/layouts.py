@@ -250,7 +250,7 @@ def _by_group(layouts: ModelLayouts, chosen: Layout) -> list[Cells]:
 
 
 def _row(layout: Layout, name: str, ranks: range) -> dict[str, Any]:
-    """The figures of one group; `samples` are those of all its ranks."""
+    """The figures of one group; `samples` of all its ranks."""
     return {
         "name": name,
         "ranks": len(ranks),
