@@ -1,6 +1,6 @@
 """Ranks that own parts of the state (`--shard-model state`): their step, their traffic and their memory.
 
-    python bench/shard.py [--rounds 9] [--steps 4] [--batch 16] [--only time memory]
+    python bench/shard.py [--rounds 9] [--steps 4] [--batch 4] [--only time memory]
 
 `time`: two ranks train a GPT of 6.8 M parameters in equal shares: as replicas, with owners 1:1 and 3:1, each through
 shared memory and through gloo over the loopback, and a bare loop under FSDP2 (`fully_shard` of each layer and of the
@@ -62,7 +62,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9, help="counted rounds of `time`")
     parser.add_argument("--steps", type=int, default=4, help="counted steps of each half of a round, and of `memory`")
-    parser.add_argument("--batch", type=int, default=16, help="samples of a rank's step in `time`")
+    parser.add_argument("--batch", type=int, default=4, help="samples of a rank's step in `time`")
     parser.add_argument("--model", choices=("gpt", "gpt-tiny"), default="gpt", help="of `time`")
     parser.add_argument("--large-model", choices=("gpt-40m", "gpt-4m"), default="gpt-40m", help="of `memory`")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="time or memory")

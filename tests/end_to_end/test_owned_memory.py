@@ -1,0 +1,112 @@
+"""A model that does not fit as a whole into the memory of a small node: it trains where another node owns more of it.
+
+The small node lives in a memory cgroup (version 1), in which the kernel kills what exceeds the limit.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hetseq.errors import EXIT_DONE
+from hetseq.monitor.metrics import read_rows
+from tests.support.commands import ROOT
+from tests.support.nodes import Node, Nodes, Process, Stock
+from tests.support.places import directory
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+CONTROLLER = Path("/sys/fs/cgroup/memory")
+#: for a model of 40 M parameters, beside what an idle node takes: with all of the state it takes 882 MiB at its peak,
+#: with a quarter 668 MiB (whole parameters, a quarter of the moments and sums, gradients under way, and 200 MiB of
+#: libraries and activations)
+ROOM_BYTES = 775 << 20
+WORDS = shlex.split(
+    f"--cpu --task {ROOT / 'bench' / 'random_tokens.py'}:Large --global-batch-size 4 --batch-size 2 --max-update 3"
+    " --lr 1e-4 --lr-scheduler constant --disable-validation --no-save --memory-interval-updates 0 --no-progress-bar"
+    " --noise-scale-every 0 --balance 1,1 --ranks 1"
+)
+
+
+@dataclass
+class SmallNode:
+    """A warm process in a cgroup."""
+
+    process: Process
+    cgroup: Path
+
+    def allow(self, more_bytes: int) -> None:
+        """Set the limit to so many bytes more than are used now, of which no page belongs to a file."""
+        (self.cgroup / "memory.force_empty").write_text("0")
+        self._file("limit_in_bytes").write_text(str(int(self._file("usage_in_bytes").read_text()) + more_bytes))
+
+    def kills(self) -> int:
+        """How often the kernel has killed a process for want of memory."""
+        counted = dict(line.split() for line in self._file("oom_control").read_text().splitlines())
+        return int(counted["oom_kill"])
+
+    def _file(self, name: str) -> Path:
+        return self.cgroup / f"memory.{name}"
+
+
+@pytest.fixture(scope="module")
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of this test."""
+    folder = CONTROLLER / f"hetseq-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroups of version 1 that this user may make: {error}")
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+@pytest.fixture
+def small(stock: Stock, cgroup: Path) -> Iterator[SmallNode]:
+    """A node with a process of its own, since one that was killed serves no other test."""
+    enter = ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh")
+    process = stock.start(prefix=enter)
+    try:
+        yield SmallNode(process, cgroup)
+    finally:
+        process.close()
+        (cgroup / "memory.limit_in_bytes").write_text("-1")
+
+
+def start(nodes: Nodes, small: SmallNode, *words: object) -> tuple[Node, Node]:
+    """Two nodes of a rank each; the second one is the small one."""
+    meeting = ["--distributed-init-method", directory(nodes.folder).url, "--distributed-world-size", 2]
+    one = nodes.start(*WORDS, *meeting, "--distributed-rank", 0, *words, "--save-dir", "run")
+    other = nodes.start(
+        *WORDS, *meeting, "--distributed-rank", 1, "--max-restarts", 0, *words, "--save-dir", "run",
+        process=small.process,
+    )  # fmt: skip
+    return one, other
+
+
+def test_a_model_whose_replica_does_not_fit_trains_where_another_node_owns_most_of_it(
+    nodes: Nodes, small: SmallNode
+) -> None:
+    small.allow(ROOM_BYTES)
+    start(nodes, small, "--shard-model", "state", "--own", "3,1")
+    one, other = nodes.finish(timeout_s=60)
+    assert [one.code, other.code] == [EXIT_DONE, EXIT_DONE], nodes.story()
+    rows = read_rows(nodes.folder / "node0" / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["shares"] == [2, 2] for row in rows)
+
+
+def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: SmallNode) -> None:
+    small.allow(ROOM_BYTES)
+    start(nodes, small)
+    one, other = nodes.finish(timeout_s=60)
+    assert small.kills() == 1, nodes.story()
+    assert "rank 1 is not started again" in other.err, nodes.story()
+    assert "was killed (SIGKILL, as the kernel does when memory runs out)" in one.err, nodes.story()
