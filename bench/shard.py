@@ -4,9 +4,9 @@
 
 `time`: two ranks train a GPT of 6.8 M parameters in equal shares: as replicas, with owners 1:1 and 3:1, each through
 shared memory and through gloo over the loopback, and a bare loop under FSDP2 (`fully_shard` of each layer and of the
-rest, fused AdamW, gloo). All of them live in the same processes and take turns; a ratio compares turns of one round. Bars: at
-most 1.25 times the time of a replica with the same transport, 0.75 times the time of FSDP2. Bytes of a step, as the rank
-counts them, are within 1 % of
+rest, fused AdamW, gloo). All of them live in the same processes and take turns; a ratio compares turns of one round.
+Bars: at most 1.25 times the time of a replica with the same transport, 0.75 times the time of FSDP2. Bytes of a step,
+as the rank counts them, are within 1 % of
 
     sent and received alike: a (1 - f) 4 P + f (C - a) 4 P
 
