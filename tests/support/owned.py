@@ -19,6 +19,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
 from hetseq.training.muon import Muon
 from hetseq.training.optim import Lamb
+from tests.support import hungry
 from tests.support.training import Recorder
 
 WEIGHT_DECAY = 0.01  # of matrices
@@ -204,6 +205,66 @@ def whole_gradient(ranks: Sequence[list[Piece | None]], parameters: dict[str, to
     shapes = {name: value.shape for name, value in parameters.items()}
     pieces = [[one for one in of_rank if one is not None] for of_rank in ranks]
     return torch.cat([value.flatten() for value in put_together(pieces, shapes).values()])
+
+
+@dataclass
+class OwnedMeal(hungry.Meal):
+    """A meal of which each rank saw the gradients of its own parts; the test adds the whole ones."""
+
+    pieces: list[list[Piece | None]] = field(default_factory=list)
+    shapes: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters in the order of the optimizer
+
+
+def eat_owned(
+    group: Group, runs: list[tuple[str, hungry.Words, list[hungry.Appetite]]], shares_memory: bool
+) -> list[OwnedMeal]:
+    """As `hungry.eat_all`, with `--shard-model state` among the words."""
+    if shares_memory and isinstance(group, GlooGroup):
+        group.meet_neighbours()
+    return [_eat_owned(group, save_dir, words, appetites[group.rank]) for save_dir, words, appetites in runs]
+
+
+def _eat_owned(group: Group, save_dir: str, words: hungry.Words, appetite: hungry.Appetite) -> OwnedMeal:
+    session, recorder = hungry.session_of(group, save_dir, words)
+    controller: Any = session.controller
+    replica, exchange = controller.replica, controller.replica.reducer.exchange
+    group.all_reduce_sum = lambda tensor: None  # type: ignore[assignment, method-assign, return-value]
+    fetched_again = hungry.keep_diary(group, session)
+    note, send = group.all_reduce_sum, exchange.sum_to_owners
+    del group.all_reduce_sum  # type: ignore[misc]
+
+    def sent(flat: Any, total: torch.Tensor, **about: Any) -> Any:
+        note(total)
+        return send(flat, total, **about)
+
+    exchange.sum_to_owners = sent
+    controller.task.appetite, positions, caps, pieces = appetite, list[Any](), list[Any](), list[Any]()
+    replica.optimizer.register_step_pre_hook(lambda *_: pieces.append(fragments_with_gradients(session)))
+    replica.model.train()
+    try:
+        while not controller.has_ended():
+            controller.train_step()
+            positions.append(controller.state.position)
+            caps.append(controller._computer.sizes.cap.samples)
+        replica.reducer.gather()
+        named = {name: value.detach() for name, value in replica.model.named_parameters()}
+        return OwnedMeal(
+            shares=[tuple(row["shares"]) for row in recorder.rows],
+            positions=positions,
+            steps=controller.task.steps,
+            caps=caps,
+            gradients=[],
+            parameters=torch.cat([value.flatten() for value in named.values()]),
+            total=replica.model["seen"].total.clone(),
+            forwards=int(replica.model["seen"].forwards),
+            losses=[row["loss"] for row in recorder.rows],
+            fetched_again=fetched_again,
+            lineage=str(controller.state.lineage),
+            pieces=pieces,
+            shapes=dict(sorted(named.items(), key=lambda item: item[1].dim() < 2)),
+        )
+    finally:
+        session.close()
 
 
 def put_together(pieces_of_ranks: list[list[Piece]], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
