@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hetseq import Task
 from hetseq import config as options
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
+from hetseq.task import make_task
+from hetseq.training.muon import Muon
+from hetseq.training.optim import Lamb
+from tests.support import hungry
 from tests.support.training import Recorder
 
+WEIGHT_DECAY = 0.01  # of matrices
 Piece = tuple[str, int, int, torch.Tensor]  # name of the parameter, begin, end, values
 
 
@@ -32,27 +40,98 @@ class OwnedFacts:
     received: list[int] = field(default_factory=list)
 
 
-def train_owned(group: Group, save_dir: str, words: list[str], shares_memory: bool) -> OwnedFacts:
+@dataclass(frozen=True)
+class Setting:
+    """A task of the product with another optimizer, and without training some of its parameters."""
+
+    base: type[Task]
+    optimizer: str  # of `make_optimizer`
+    frozen: str = "-"  # part of the names of parameters that are not trained
+
+    def task(self, config: options.Config) -> Any:
+        """The task, as `make_task` makes it."""
+        setting = self
+
+        class Chosen(setting.base):  # type: ignore[misc, name-defined]
+            def build_model(self) -> torch.nn.Module:
+                model: torch.nn.Module = super().build_model()
+                return setting.frozen_(model)
+
+            def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+                return make_optimizer(setting.optimizer, parameter_groups)
+
+        return make_task(Chosen, config)
+
+    def frozen_(self, model: torch.nn.Module) -> torch.nn.Module:
+        for name, parameter in model.named_parameters():
+            if self.frozen in name:
+                parameter.requires_grad_(False)
+        return model
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer that a task could build, for the groups that the product or a plain loop makes."""
+    if name == "lamb":
+        return Lamb([{**g, "has_trust_ratio": g["params"][0].dim() > 1} for g in groups], lr=0.01)
+    if name == "muon":
+        return Muon([{**g, "use_muon": g["params"][0].dim() == 2} for g in groups], lr=0.01)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adadelta": torch.optim.Adadelta,
+        "adagrad": torch.optim.Adagrad,
+    }  # fmt: skip
+    settings = {
+        "adamw": {"lr": 1e-3},
+        "sgd": {"lr": 0.05, "momentum": 0.9},
+        "adadelta": {"lr": 1.0},
+        # a bias of keys has a gradient of 0, of which rounding leaves 1e-18: with the default of 1e-10 it would move
+        "adagrad": {"lr": 0.01, "eps": 1e-6},
+    }
+    return kinds[name](groups, **settings[name])
+
+
+def session_of(
+    group: Group, save_dir: str, words: list[str], recorder: Recorder, task_of: Callable[[Any], Any] | None = None
+) -> Session:
+    """A session in this process, which the caller closes; `task_of` makes the task of a configuration."""
+    config = options.complete(options.parse([*words, "--save-dir", save_dir]))
+    material = load_material(config, torch.device("cpu"), None if task_of is None else task_of(config))
+    return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder))
+
+
+def fragments_with_gradients(session: Session) -> list[Piece | None]:
+    """Copies of the gradients of what this rank owns."""
+    owned = session.controller.replica.owned
+    assert owned is not None
+    return [
+        (name, one.begin, one.end, one.owned.grad.flatten().clone())
+        for name, one in owned.fragments.items()
+        if one.owned.grad is not None
+    ]
+
+
+def train_cases(
+    group: Group, save_dir: str, cases: list[tuple[list[str], Setting]], shares_memory: bool
+) -> list[OwnedFacts]:
+    """A rank's life: one training after the other."""
+    if shares_memory and isinstance(group, GlooGroup):
+        group.meet_neighbours()
+    return [train_owned(group, save_dir, words, False, setting) for words, setting in cases]
+
+
+def train_owned(
+    group: Group, save_dir: str, words: list[str], shares_memory: bool, setting: Setting | None = None
+) -> OwnedFacts:
     """Train as rank `group.rank` with `--shard-model state` among `words`."""
     if shares_memory and isinstance(group, GlooGroup):
         group.meet_neighbours()
-    config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     recorder, facts = Recorder(), OwnedFacts()
-    material = load_material(config, torch.device("cpu"))
-    session = build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder))
+    session = session_of(group, save_dir, words, recorder, None if setting is None else setting.task)
     replica = session.controller.replica
     assert replica.owned is not None
     exchange = replica.reducer.exchange  # type: ignore[attr-defined]
 
     def record(*_: Any) -> None:
-        assert replica.owned is not None
-        facts.gradients.append(
-            [
-                (name, one.begin, one.end, one.owned.grad.flatten().clone())
-                for name, one in replica.owned.fragments.items()
-                if one.owned.grad is not None
-            ]
-        )
+        facts.gradients.append(fragments_with_gradients(session))
         facts.sent.append(exchange.sent_bytes)
         facts.received.append(exchange.received_bytes)
 
@@ -62,13 +141,128 @@ def train_owned(group: Group, save_dir: str, words: list[str], shares_memory: bo
         replica.reducer.gather()
         facts.losses = [row["loss"] for row in recorder.rows]
         facts.norms = [row["grad_norm"] for row in recorder.rows]
-        facts.parameters = {name: value.detach().clone() for name, value in replica.model.named_parameters()}
+        facts.parameters = {
+            name: value.detach().clone() for name, value in replica.model.named_parameters() if value.requires_grad
+        }
         facts.owned = sum(one.end - one.begin for one in replica.owned.fragments.values())
         for name, one in replica.owned.fragments.items():
             for key, value in replica.optimizer.state[one.owned].items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     facts.state.append((f"{name}.{key}", one.begin, one.end, value.flatten().clone()))
         return facts
+    finally:
+        session.close()
+
+
+@dataclass
+class PlainCurve:
+    """What a plain loop on one device saw: losses, the gradient of the first step, and the parameters at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    parameters: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def plain_curve(
+    model: torch.nn.Module,
+    optimizer: str,
+    loss_of: Callable[[Any, int, int], torch.Tensor],
+    *,
+    samples: int,
+    batch: int,
+    steps: int,
+    clip_norm: float = 0.0,
+) -> PlainCurve:
+    """Train in one process with the whole global batch; `loss_of(model, first, end)` is the mean over these samples."""
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [one for _, one in named]
+    groups = [[one for one in trained if (one.dim() >= 2) == is_matrix] for is_matrix in (True, False)]
+    settings = [{"params": one, "weight_decay": decay} for one, decay in zip(groups, (WEIGHT_DECAY, 0.0)) if one]
+    stepper, curve, at = make_optimizer(optimizer, settings), PlainCurve(), 0
+    for _ in range(steps):
+        end = min(samples, at + batch)
+        stepper.zero_grad(set_to_none=True)
+        loss = loss_of(model, at, end)
+        loss.backward()
+        gradient = torch.cat([(one.grad if one.grad is not None else 0 * one.detach()).flatten() for one in trained])
+        norm = gradient.norm().item()
+        if clip_norm and norm > clip_norm:
+            for one in trained:
+                if one.grad is not None:
+                    one.grad *= clip_norm / norm
+            gradient = gradient * (clip_norm / norm)
+        if not curve.losses:
+            curve.gradient = gradient.detach().clone()
+        curve.losses.append(loss.item())
+        stepper.step()
+        at = end % samples
+    curve.parameters = torch.cat([one.detach().flatten() for one in trained])
+    return curve
+
+
+def whole_gradient(ranks: Sequence[list[Piece | None]], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The flat gradient of all parameters, in the order of `parameters`, from the pieces of all ranks."""
+    shapes = {name: value.shape for name, value in parameters.items()}
+    pieces = [[one for one in of_rank if one is not None] for of_rank in ranks]
+    return torch.cat([value.flatten() for value in put_together(pieces, shapes).values()])
+
+
+@dataclass
+class OwnedMeal(hungry.Meal):
+    """A meal of which each rank saw the gradients of its own parts; the test adds the whole ones."""
+
+    pieces: list[list[Piece | None]] = field(default_factory=list)
+    shapes: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters in the order of the optimizer
+
+
+def eat_owned(
+    group: Group, runs: list[tuple[str, hungry.Words, list[hungry.Appetite]]], shares_memory: bool
+) -> list[OwnedMeal]:
+    """As `hungry.eat_all`, with `--shard-model state` among the words."""
+    if shares_memory and isinstance(group, GlooGroup):
+        group.meet_neighbours()
+    return [_eat_owned(group, save_dir, words, appetites[group.rank]) for save_dir, words, appetites in runs]
+
+
+def _eat_owned(group: Group, save_dir: str, words: hungry.Words, appetite: hungry.Appetite) -> OwnedMeal:
+    session, recorder = hungry.session_of(group, save_dir, words)
+    controller: Any = session.controller
+    replica, exchange = controller.replica, controller.replica.reducer.exchange
+    group.all_reduce_sum = lambda tensor: None  # type: ignore[assignment, method-assign, return-value]
+    fetched_again = hungry.keep_diary(group, session)
+    note, send = group.all_reduce_sum, exchange.sum_to_owners
+    del group.all_reduce_sum  # type: ignore[misc]
+
+    def sent(flat: Any, total: torch.Tensor, **about: Any) -> Any:
+        note(total)
+        return send(flat, total, **about)
+
+    exchange.sum_to_owners = sent
+    controller.task.appetite, positions, caps, pieces = appetite, list[Any](), list[Any](), list[Any]()
+    replica.optimizer.register_step_pre_hook(lambda *_: pieces.append(fragments_with_gradients(session)))
+    replica.model.train()
+    try:
+        while not controller.has_ended():
+            controller.train_step()
+            positions.append(controller.state.position)
+            caps.append(controller._computer.sizes.cap.samples)
+        replica.reducer.gather()
+        named = {name: value.detach() for name, value in replica.model.named_parameters()}
+        return OwnedMeal(
+            shares=[tuple(row["shares"]) for row in recorder.rows],
+            positions=positions,
+            steps=controller.task.steps,
+            caps=caps,
+            gradients=[],
+            parameters=torch.cat([value.flatten() for value in named.values()]),
+            total=replica.model["seen"].total.clone(),
+            forwards=int(replica.model["seen"].forwards),
+            losses=[row["loss"] for row in recorder.rows],
+            fetched_again=fetched_again,
+            lineage=str(controller.state.lineage),
+            pieces=pieces,
+            shapes=dict(sorted(named.items(), key=lambda item: item[1].dim() < 2)),
+        )
     finally:
         session.close()
 

@@ -1,0 +1,238 @@
+"""What a rank owns of the optimizer's state: where parameters may be cut, and what is cut, saved and loaded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetseq.comm.group import LocalGroup
+from hetseq.errors import ConfigError, TaskError
+from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_state import OwnedState, RefusingParameters, is_elementwise
+from hetseq.training.muon import Muon
+from hetseq.training.optim import Lamb
+
+Make = Callable[..., torch.optim.Optimizer]
+ELEMENTWISE: dict[str, Make] = {
+    "adamw fused": lambda groups: torch.optim.AdamW(groups, fused=True),
+    "adamw foreach": lambda groups: torch.optim.AdamW(groups, foreach=True),
+    "adamw amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "sgd momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, momentum=0.9, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "adamax": torch.optim.Adamax,
+    "rprop": torch.optim.Rprop,
+}
+WHOLE: dict[str, Make] = {
+    "lamb": Lamb,
+    "adafactor": torch.optim.Adafactor,
+    "muon": lambda groups: Muon([{**group, "use_muon": True} for group in groups]),
+}
+
+
+class Net(nn.Module):
+    """Parameters of 12, 4, 0 and 24 elements, the last in memory of its own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first = nn.Parameter(torch.randn(4, 3, generator=generator))
+        self.bias = nn.Parameter(torch.randn(4, generator=generator))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        image = torch.randn(1, 3, 2, 4, generator=generator)
+        self.image = nn.Parameter(image.contiguous(memory_format=torch.channels_last))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([(p * p).sum() for p in self.parameters()]).sum()
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+class OneOf(LocalGroup):
+    """A rank of several, alone: for what needs no message."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+
+@contextmanager
+def owning(
+    model: nn.Module, fractions: tuple[float, ...], rank: int = 0, *, cuts_tensors: bool = True
+) -> Iterator[OwnedGradients]:
+    reducer = OwnedGradients(
+        list(model.parameters()), OneOf(rank, len(fractions)), fractions=fractions, bucket_bytes=1 << 20,
+        cuts_tensors=cuts_tensors,
+    )  # fmt: skip
+    try:
+        yield reducer
+    finally:
+        reducer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", list(ELEMENTWISE))
+def test_an_optimizer_of_single_elements_lets_parameters_be_cut(kind: str, dtype: torch.dtype) -> None:
+    assert is_elementwise(ELEMENTWISE[kind]([{"params": [nn.Parameter(torch.ones(5, 4, dtype=dtype))]}]))
+
+
+@pytest.mark.parametrize("kind", list(WHOLE))
+def test_an_optimizer_of_whole_tensors_does_not(kind: str) -> None:
+    optimizer = WHOLE[kind]([{"params": [nn.Parameter(torch.ones(5, 4))]}])
+    assert not is_elementwise(optimizer)
+    # one group of several decides; and it is asked of a copy
+    both = [{"params": [nn.Parameter(torch.ones(5))]}, {"params": [nn.Parameter(torch.ones(3, 2))]}]
+    lamb = Lamb([{**both[0], "has_trust_ratio": False}, {**both[1], "has_trust_ratio": True}])
+    assert not is_elementwise(lamb)
+    assert not lamb.state
+    assert all(bool((one == 1).all()) for group in lamb.param_groups for one in group["params"])
+    lamb.param_groups[1]["has_trust_ratio"] = False
+    assert is_elementwise(lamb), "the twin: it is AdamW then"
+
+
+def test_the_answer_does_not_depend_on_settings() -> None:
+    """The last elements of a tensor, which fill no vector, may be rounded otherwise than the others."""
+    settings = itertools.product(
+        (1e-2, 3e-3, 1e-3, 1e-4), ((0.9, 0.999), (0.9, 0.98), (0.8, 0.95)), (0, 0.01, 0.05, 0.1)
+    )
+    for rate, betas, decay in settings:
+        optimizer = torch.optim.AdamW(
+            [nn.Parameter(torch.ones(7))], lr=rate, betas=betas, weight_decay=decay, fused=True
+        )  # fmt: skip
+        assert is_elementwise(optimizer), f"{rate}, {betas}, {decay}"
+
+
+def trained(model: nn.Module, make: Make, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = make([{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [model.bias]}])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    return optimizer
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("fractions", [(1, 1, 8), (2, 0, 1), (0, 1, 0), (1, 1, 1)])
+@pytest.mark.parametrize("make", [adamw, torch.optim.Adagrad], ids=["adamw", "adagrad"])
+def test_state_that_exists_is_cut_among_the_owners(make: Make, fractions: tuple[int, ...]) -> None:
+    right = Net()
+    whole = trained(right, make)
+    found: dict[str, list[Any]] = {}
+    for rank in range(3):
+        model = Net()
+        owned = OwnedState(trained(model, make), names_of(model))
+        with owning(model, fractions, rank) as reducer:
+            owned.adopt_(reducer, cut=3)
+            tensors, numbers = owned.slices()
+            assert numbers == {}
+            assert owned.part == (sum(one.owned.numel() for one in reducer.fragments), 40)
+            assert owned.cut == 3
+            members = [one for group in owned.optimizer.param_groups for one in group["params"]]
+            assert {id(one) for one in members} == {id(one.owned) for one in reducer.fragments}
+            assert {id(one) for one in owned.optimizer.state} <= {id(one) for one in members}
+            for name, value in tensors.items():
+                found.setdefault(name, []).append(value)
+    for name, parameter in right.named_parameters():
+        if not parameter.numel():
+            continue
+        expected = {f"model.{name}": parameter.detach()}
+        expected |= {f"optim.{name}.{key}": value for key, value in whole.state[parameter].items()}
+        for full_name, value in expected.items():
+            assert torch.equal(joined(found[full_name], value), value), full_name
+
+
+def joined(held: list[Any], like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor from what ranks hold of it: slices that cover it once, or equal whole ones."""
+    if not all(isinstance(one, list) for one in held):
+        assert all(torch.equal(one, held[0]) for one in held)
+        assert len(held) == 1 or not like.dim()
+        return held[0]  # type: ignore[no-any-return]
+    pieces = sorted((piece for one in held for piece in one), key=lambda piece: piece.begin)
+    assert [piece.begin for piece in pieces] + [like.numel()] == [0] + [piece.end for piece in pieces]
+    assert {piece.shape for piece in pieces} == {tuple(like.shape)}
+    return torch.cat([piece.tensor for piece in pieces]).view(like.shape)
+
+
+@pytest.mark.parametrize("fractions", [(1, 1, 8), (2, 0, 1)])
+def test_owners_take_their_part_of_whole_tensors_that_are_loaded(fractions: tuple[int, ...]) -> None:
+    right = Net()
+    whole = trained(right, adamw)
+    for rank in range(3):
+        model = Net()
+        owned = OwnedState(trained(model, adamw, steps=0), names_of(model))
+        with owning(model, fractions, rank) as reducer:
+            owned.adopt_(reducer, cut=0)
+            for name, parameter in right.named_parameters():
+                for key, value in whole.state[parameter].items():
+                    owned.load_(f"optim.{name}.{key}", value.contiguous())
+                owned.load_(f"optim.{name}.note", 7)
+            for fragment in reducer.fragments:
+                state = owned.optimizer.state[fragment.owned]
+                name = owned.names[fragment.parameter]
+                right_state = whole.state[right.get_parameter(name)]
+                assert state["note"] == 7
+                assert state["step"] == right_state["step"]
+                moment = right_state["exp_avg"].contiguous().flatten()[fragment.begin : fragment.end]
+                assert torch.equal(state["exp_avg"].contiguous().flatten(), moment)
+                assert state["exp_avg"].stride() == fragment.owned.stride()
+
+
+def test_a_whole_tensor_in_another_memory_order_has_one_owner() -> None:
+    sizes = []
+    for rank in range(2):
+        model = Net()
+        with owning(model, (1, 1), rank) as reducer:
+            sizes.append(
+                {name: one.owned.shape for index, name in enumerate(names_of(model).values())
+                 if (one := reducer.own_fragments.get(index))}
+            )  # fmt: skip
+    assert sum("image" in one for one in sizes) == 1
+    (shape,) = [one["image"] for one in sizes if "image" in one]
+    assert shape == (1, 3, 2, 4)
+    assert not any("empty" in one for one in sizes)
+
+
+@pytest.mark.parametrize("how", ["itself", "list", "mapping", "deep mapping"])
+def test_an_optimizer_that_hides_parameters_is_refused(how: str) -> None:
+    model = Net()
+    optimizer: Any = adamw([{"params": list(model.parameters())}])
+    OwnedState(optimizer, names_of(model))  # the twin
+    hidden = {
+        "itself": model.first, "list": [torch.ones(1), model.first], "mapping": {"slow": model.first},
+        "deep mapping": {"slow": [{"weights": model.first}]},
+    }  # fmt: skip
+    optimizer.copy = hidden[how]
+    with pytest.raises(ConfigError, match="AdamW keeps first in its attribute copy, besides its groups"):
+        OwnedState(optimizer, names_of(model))
+
+
+def test_a_parameter_that_may_be_out_of_date_cannot_be_used() -> None:
+    model = Net()
+    other = torch.ones(4)
+    uses: list[Callable[[], Any]] = [
+        lambda: model.bias + 1,
+        lambda: torch.cat([other, model.bias]),
+        lambda: torch.add(other, other=model.bias),
+        lambda: other.copy_(model.bias),
+        model.bias.norm,
+    ]
+    for use in uses:
+        use()  # the twin
+        with RefusingParameters(names_of(model), "Toy.update_step"):
+            assert (other + 1).shape == (4,)
+            with pytest.raises(TaskError, match=r"^Toy\.update_step uses bias, but with --shard-model state"):
+                use()
