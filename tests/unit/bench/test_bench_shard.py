@@ -1,4 +1,4 @@
-"""The benchmark of owned parts without its processes: bytes by the formula, the bar of memory, what counts as missed."""
+"""The benchmark of owned parts without its processes: bytes by the formula, the bar of memory, missed bars."""
 
 from __future__ import annotations
 
