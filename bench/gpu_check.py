@@ -66,6 +66,7 @@ SECTIONS = (
     Section("exchange", 40, "bandwidth of gloo and of copies between GPU and host"),
     Section("compiled", 150, "--compile: the losses of an eager run, and what compiling takes", CORE),
     Section("lora", 300, "LoRA on a Llama of 1 B weights, with a rank on the CPU", (*CORE, "transformers", "peft")),
+    Section("shard", 300, "two ranks on one card own 3/4 and 1/4 of the state of BERT-large", (*CORE, "h5py")),
     Section("nccl", 20, "what torch's NCCL does here; HetSeq does not use it yet"),
     Section(
         "shared_memory",

@@ -284,7 +284,8 @@ class Life:
             mesh = init_device_mesh("cpu", (world_size,))
             for layer in model.layers:  # type: ignore[union-attr]
                 fully_shard(layer, mesh=mesh)
-            return fully_shard(model, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            return model
 
         return self._open_bare(name, batch, world_size, wrap)
 
@@ -393,7 +394,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
 
 def owned_facts(controller: Any) -> dict[str, int]:
     """With `--shard-model state`: elements of the state that the rank owns, of the whole and of the largest unit; bytes
-    that it has moved so far, and bytes of the shared memory that it has made."""
+    that it has moved so far, and bytes of shared memory that it has made."""
     if controller.replica.owned is None:
         return {}
     exchange = controller.replica.reducer.exchange

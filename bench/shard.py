@@ -4,7 +4,7 @@
 
 `time`: two ranks train a GPT of 6.8 M parameters in equal shares: as replicas, with owners 1:1 and 3:1, each through
 shared memory and through gloo over the loopback, and a bare loop under FSDP2 (`fully_shard` of each layer and of the
-rest, fused AdamW, gloo). All of them live in the same processes and take turns; a ratio compares turns of one round.
+rest, fused AdamW, gloo). All of them live in the same processes and take turns; a ratio is taken within a round.
 Bars: at most 1.25 times the time of a replica with the same transport, 0.75 times the time of FSDP2. Bytes of a step,
 as the rank counts them, are within 1 % of
 
@@ -15,7 +15,7 @@ a rank that computes nothing and owns everything, which is not timed.
 
 `memory`: two ranks train a GPT of 40 M parameters in fp32 with AdamW, one micro-batch a step or four, in new processes
 that have trained a tiny one before, so that libraries and their pools are there. This script looks at them every 10 ms
-while they train, from the third step on. What a rank adds is resident anonymous memory, and shared memory that it has
+while they train, from the third step on. A rank adds resident anonymous memory, and shared memory that it has
 made itself, which others only read; pages of files are not counted. Bar: at most
 
     1.05 x (4 P + 12 f P + gradients) + 100 MiB
@@ -128,7 +128,7 @@ def division(owners: str) -> list[str]:
 
 
 def time_row(turn: str, replica: str, rounds: Sequence[dict[str, list[Timing]]]) -> dict[str, Any]:
-    """The ratios of a turn; processor time is of both ranks together."""
+    """The ratios of a turn; processor time is the sum over both ranks."""
 
     def ratios(other: str) -> tuple[figures.Spread, figures.Spread]:
         wall = figures.paired([wall_s(one[turn]) for one in rounds], [wall_s(one[other]) for one in rounds])

@@ -87,7 +87,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc return all freed memory to the kernel, once; what is freed later is kept as `keep_freed_memory` said.
+    """Have glibc return all freed memory to the kernel, once, also after `keep_freed_memory`.
 
     Other C libraries have no malloc_trim; then nothing happens.
     """

@@ -284,9 +284,9 @@ def test_clipping_is_that_of_torch_on_the_whole_gradient(tmp_path: Path) -> None
 
 def train_rounding_otherwise(group: Group, save_dir: str, words: Words) -> list[float]:
     """Each rank's norms are rounded in another way, as on devices of several kinds; the parameters at the end."""
-    compute = gradient_sync._norm
+    compute = gradient_sync.norm_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_sync, "_norm", lambda *given: compute(*given) * (1 + 1e-7 * group.rank))
+        patch.setattr(gradient_sync, "norm_of", lambda *given: compute(*given) * (1 + 1e-7 * group.rank))
         session = session_of(group, save_dir, words)
         session.controller.fit()
         return flat_parameters(session)

@@ -46,7 +46,7 @@ class SmallNode:
         self._file("limit_in_bytes").write_text(str(int(self._file("usage_in_bytes").read_text()) + more_bytes))
 
     def kills(self) -> int:
-        """How often the kernel has killed a process for want of memory."""
+        """How often the kernel has killed a process because memory ran out."""
         counted = dict(line.split() for line in self._file("oom_control").read_text().splitlines())
         return int(counted["oom_kill"])
 
