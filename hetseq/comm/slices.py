@@ -177,9 +177,8 @@ class TaggedSlices:
             sends = self._post(outgoing, tag)
 
         def finish() -> None:
-            limit = timedelta(seconds=self._deadline_s())
             for work in [*works, *sends()]:
-                work.wait(limit)
+                work.wait(timedelta(seconds=self._deadline_s()))
             for source, piece in incoming.items():
                 if piece.is_cuda:
                     piece.copy_(received[source], non_blocking=True)

@@ -41,7 +41,7 @@ class Fragment:
     parameter: torch.nn.Parameter  # of the model
     begin: int  # of its elements in row-major order
     end: int
-    #: shares the parameter's memory; (end - begin,), or of the parameter's shape if it may not be cut
+    #: shares the parameter's memory; (end - begin,), or of the parameter's shape if it may or can not be cut
     owned: torch.nn.Parameter
 
 
@@ -284,7 +284,8 @@ class OwnedGradients:
             begin, end = max(start, first), min(start + parameter.numel(), last)
             if begin >= end:
                 continue
-            is_whole = not (cuts_tensors and parameter.is_contiguous())
+            # without dimensions: its state has none either, and would not fit one of shape (1,)
+            is_whole = not (cuts_tensors and parameter.is_contiguous() and parameter.dim())
             view = parameter.detach() if is_whole else unit.flat[begin:end]
             owned = torch.nn.Parameter(view)
             fragment = Fragment(parameter, begin - start, end - start, owned)

@@ -61,7 +61,7 @@ class OwnedState:
         """What this rank holds of each parameter, by its place in the model."""
         return {
             self._places[one.parameter]: Held(
-                one.begin, one.end, one.owned.detach().flatten(), dict(self.optimizer.state.get(one.owned, {}))
+                one.begin, one.end, one.owned.detach(), dict(self.optimizer.state.get(one.owned, {}))
             )
             for one in self.fragments.values()
         }

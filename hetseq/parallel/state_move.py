@@ -35,7 +35,7 @@ class Held:
 
     begin: int
     end: int
-    values: torch.Tensor  # (end - begin,)
+    values: torch.Tensor  # (end - begin,), or of the parameter's shape if it is held whole
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ def _told(held: Mapping[int, Held]) -> str:
                 keys[key] = [None, None, value]
             elif not value.dim():
                 keys[key] = [str(value.dtype), [], value.item()]
-            elif value.numel() == one.end - one.begin:
+            elif value.shape == one.values.shape:
                 keys[key] = [str(value.dtype), None, None]  # cut like the parameter
             else:
                 keys[key] = [str(value.dtype), list(value.shape), None]

@@ -190,10 +190,13 @@ def error_of(mine: torch.Tensor, right: torch.Tensor) -> float:
 
 CASES = {
     "bert adamw": ([Case("bert", "3,1", "adamw")], True),
-    "bert lamb sgd": (
-        [Case("bert", "6,2,1", "lamb", "--activation-checkpointing"), Case("bert", "1,1,8", "sgd")], False
+    "bert lamb sgd adadelta": (
+        [
+            Case("bert", "6,2,1", "lamb", "--activation-checkpointing"), Case("bert", "1,1,8", "sgd"),
+            Case("bert", "2,0,1", "adadelta", frozen="embeddings"),
+        ],
+        False,
     ),
-    "bert adadelta": ([Case("bert", "2,0,1", "adadelta", frozen="embeddings")], True),
     "gpt2 adamw muon": (
         [Case("gpt2", "1,1,8", "adamw", "--activation-checkpointing"), Case("gpt2", "2,0,1", "muon")], True
     ),
