@@ -41,10 +41,9 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
     busy = [busy_s(one) for one in measured]
     speeds = [_solo_speed(share, one, work / samples) for share, one in zip(shares, measured)]
     known = [speed for speed in speeds if speed]
-    is_known = all(speed for share, speed in zip(shares, speeds) if share)  # one without samples may never have had any
     return {
         "communication_s": least_idle_s,
-        "efficiency": samples / seconds / sum(known) if is_known else None,
+        "efficiency": samples / seconds / sum(known) if len(known) == len(speeds) else None,
         "pace": busy.index(max(busy)),
         "ranks": {
             "compute_s": [one.compute_s for one in measured],

@@ -95,7 +95,7 @@ def wander(group: Group, kind: str, cuts: list[Fractions], shares_memory: bool) 
             facts.received.append(0)
         else:
             before.close()
-            facts.received.append(owned.take_over_(reducer, group, cut=number))
+            facts.received.append(owned.take_over_(reducer, group, cut=number)[group.rank])
         facts.messages.append(reducer.exchange.received_bytes)
         facts.is_right.append(is_right(owned, right, whole))
         facts.owned.append({name: (one.begin, one.end) for name, one in owned.fragments.items()})
@@ -224,7 +224,7 @@ def join(group: Group, cuts: list[Fractions]) -> list[int]:
     for number, fractions in enumerate(cuts):
         owned.earlier = owned.held()
         reducer = OwnedGradients(list(model.parameters()), group, fractions=fractions, bucket_bytes=160)
-        received.append(owned.take_over_(reducer, group, cut=number))
+        received.append(owned.take_over_(reducer, group, cut=number)[group.rank])
         assert is_right(owned, right, whole)
         reducer.close()
     return received
