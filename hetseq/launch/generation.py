@@ -26,6 +26,7 @@ class Generation:
     group: Group | None = None
     sharing: DirectoryGroups | None = None
     session: Session | None = None
+    has_old_copies: bool = False  # a script would look at parameters that ranks have yet to get from their owners
     unsettled: Settled | Between | None = None  # what the driver is asked first, about the last step
 
     @property

@@ -213,6 +213,8 @@ class RankLife:
         """Give a script that drives this rank the ranks that hold the same state. Raises LeftBehindError."""
         if self.on_regroup is not None and generation.lost and self.is_ready:
             raise LeftBehindError(f"{generation.lost}: the script begins anew from the newest checkpoint")
+        if self.on_regroup is not None and generation.has_old_copies:
+            raise LeftBehindError("a rank was lost before all had the new parameters: the script begins anew")
         if self.on_regroup is None or generation.succession is None or generation.group is None:
             return
         survivors = generation.survivors
@@ -368,6 +370,8 @@ class RankLife:
         carried = self._carry(generation, next_record)
         following = after(generation, self._read(record, carried), now_s)
         following.unsettled = unsettled(generation)
+        if carried is not None and carried.owned is not None:
+            following.has_old_copies = carried.due is not None or following.unsettled is not None
         generation.close()
         return following
 
