@@ -4,8 +4,8 @@ Responsible for cutting the memory of all parameters among the ranks in proporti
 tensors nor how the fractions are found.
 
 The one idea: parameters lie one after the other in units, each of them one piece of memory. Every unit is cut in rank
-order at the same fractions, so every rank owns a part of every unit and no rank is the bottleneck of a transfer. Some
-tensors must stay whole; what a cut then misses is made up for in the next unit.
+order at the same fractions, so every rank owns a part of every unit and no rank is the bottleneck of a transfer. Tensors
+are cut in grains, and some must stay whole; what a cut then misses is made up for in the next unit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+#: elements; a tensor is cut at multiples of it from its own beginning. Loops over vectors, at most 32 numbers at once in
+#: torch's kernels, round what is left at the end differently, so the update of a tensor has the same bits with any cuts
+GRAIN = 64
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,10 @@ def _nearest_cut(unit: UnitSizes, wanted: float) -> int:
     starts = list(itertools.accumulate(unit.elements, initial=0))  # (tensors + 1,)
     place = min(max(0, round(wanted)), starts[-1])
     index = bisect.bisect_right(starts, place) - 1
-    if index == len(unit.elements) or place == starts[index] or unit.may_cut[index]:
+    if index == len(unit.elements):
         return place
     before, after = starts[index], starts[index + 1]
+    if unit.may_cut[index]:
+        before += (place - before) // GRAIN * GRAIN
+        after = min(after, before + GRAIN)
     return before if place - before <= after - place else after

@@ -10,7 +10,7 @@ import torch
 from hetseq import config as options
 from hetseq.task import make_task
 from tests.support import oracle, toys
-from tests.support.owned import OwnedFacts, put_together, train_owned
+from tests.support.owned import OwnedFacts, put_together, train_in_fine_cuts
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared, toy_words
 
@@ -65,7 +65,7 @@ def test_owners_have_the_gradient_of_the_global_batch(
 ) -> None:
     world_size = own.count(",") + 1
     line = [*words(toy, balance, 8), "--shard-model", "state", "--own", own, "--bucket-cap-mb", "0.0001"]
-    ranks = run_ranks(train_owned, world_size, prepared(tmp_path), line, shares_memory, timeout_s=60)
+    ranks = run_ranks(train_in_fine_cuts, world_size, prepared(tmp_path), line, shares_memory, timeout_s=60)
     worst = check(ranks, reference(toy, world_size, 8))
     assert worst <= 1e-14, f"{worst:.1e}"
     for name in ranks[0].parameters:

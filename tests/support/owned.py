@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from hetseq import Task
 from hetseq import config as options
+from hetseq.balance import ownership
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
@@ -152,6 +154,12 @@ def train_owned(
         return facts
     finally:
         session.close()
+
+
+def train_in_fine_cuts(group: Group, save_dir: str, words: list[str], shares_memory: bool) -> OwnedFacts:
+    """As `train_owned`, with cuts between any two elements: the tensors of toys are smaller than a grain."""
+    with mock.patch.object(ownership, "GRAIN", 1):
+        return train_owned(group, save_dir, words, shares_memory)
 
 
 @dataclass

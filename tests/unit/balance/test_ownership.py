@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from hetseq.balance.ownership import Ownership, UnitSizes, cut
+from hetseq.balance.ownership import GRAIN, Ownership, UnitSizes, cut
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_each_element_has_one_owner_and_uncuttable_tensors_are_whole(seed: int) -> None:
+def test_each_element_has_one_owner_and_tensors_are_whole_or_in_grains(seed: int) -> None:
     draw = random.Random(seed)
     units = []
     for _ in range(draw.randint(1, 8)):
@@ -24,17 +24,19 @@ def test_each_element_has_one_owner_and_uncuttable_tensors_are_whole(seed: int) 
         assert list(bounds) == sorted(bounds)
         start = 0
         for elements, may_cut in zip(unit.elements, unit.may_cut):
-            assert may_cut or not any(start < bound < start + elements for bound in bounds)
+            inside = [bound - start for bound in bounds if start < bound < start + elements]
+            assert may_cut or not inside
+            assert all(place % GRAIN == 0 for place in inside)
             start += elements
     assert sum(owners.owned_by(rank) for rank in range(len(fractions))) == owners.total
     assert all(owners.owned_by(rank) == 0 for rank, fraction in enumerate(fractions) if not fraction)
 
 
-def test_cut_anywhere_a_rank_owns_its_fraction_to_one_element_for_each_cut() -> None:
+def test_a_rank_owns_its_fraction_to_a_grain() -> None:
     units = [UnitSizes((n,), (True,)) for n in (1000, 17, 123_456, 1, 999)]
     owners = cut(units, [6.0, 2.0, 1.0])
     for rank, fraction in enumerate((6 / 9, 2 / 9, 1 / 9)):
-        assert abs(owners.owned_by(rank) - fraction * owners.total) <= 1
+        assert abs(owners.owned_by(rank) - fraction * owners.total) <= GRAIN
 
 
 def test_whole_tensors_make_up_in_the_next_unit_for_what_a_cut_missed() -> None:
