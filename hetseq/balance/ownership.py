@@ -4,8 +4,8 @@ Responsible for cutting the memory of all parameters among the ranks in proporti
 tensors nor how the fractions are found.
 
 The one idea: parameters lie one after the other in units, each of them one piece of memory. Every unit is cut in rank
-order at the same fractions, so every rank owns a part of every unit and no rank is the bottleneck of a transfer. Tensors
-are cut in grains, and some must stay whole; what a cut then misses is made up for in the next unit.
+order at the same fractions, so every rank owns a part of every unit and no rank is the bottleneck of a transfer.
+Tensors are cut in grains, and some must stay whole; what a cut then misses is made up for in the next unit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: elements; a tensor is cut at multiples of it from its own beginning. Loops over vectors, at most 32 numbers at once in
-#: torch's kernels, round what is left at the end differently, so the update of a tensor has the same bits with any cuts
+#: elements; a tensor is cut at multiples of it from its own beginning. What loops over vectors leave over, in torch of
+#: at most 32 numbers, is rounded differently; cut like this, the update of a tensor has the same bits with any owners
 GRAIN = 64
 
 

@@ -35,6 +35,10 @@ class Transfer(Protocol):
         """Whether `wait` would return at once. Takes part in the transfer as far as that is possible now."""
         ...
 
+    def wait_for_arrival(self) -> None:
+        """Wait until this rank has what it receives; others may still read what it sends. Raises PeerLostError."""
+        ...
+
     def wait(self) -> None:
         """Take part until the transfer is over on this rank. Raises PeerLostError."""
         ...
@@ -44,6 +48,7 @@ class SliceExchange(Protocol):
     """Transfers of slices among the ranks of a group. `bounds`, (world_size + 1,), are elements: rank r owns the
     elements `bounds[r]` to `bounds[r + 1]`. All ranks make the same calls in the same order."""
 
+    moves_by_itself: bool  # also while this rank computes
     sent_bytes: int  # so far, to other ranks
     received_bytes: int
 
@@ -86,10 +91,12 @@ class SliceExchange(Protocol):
 
 
 class TaggedSlices:
-    """Slices by the point-to-point messages of gloo, between any devices. A thread waits for them and adds them up.
+    """Slices by the point-to-point messages of gloo, between any devices. Threads wait for them and add them up.
 
     `transport` gives the process group; None for a world of one.
     """
+
+    moves_by_itself = True
 
     def __init__(
         self,
@@ -104,7 +111,9 @@ class TaggedSlices:
         self._free: list[torch.Tensor] = []
         self._tag = 0
         # messages of a GPU are posted by a thread of their own, once the GPU has computed them
-        self._posting, self._waiting = _Serial("post slices"), _Serial("await slices")
+        self._posting = _Serial("post slices")
+        # one for each direction: what arrives does not wait for a slow receiver of something else
+        self._receiving, self._sending = _Serial("receive slices"), _Serial("send slices")
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         fitting = [one for one in self._free if (one.dtype, one.device, one.numel()) == (dtype, device, elements)]
@@ -150,7 +159,8 @@ class TaggedSlices:
 
     def close(self) -> None:
         self._posting.end()
-        self._waiting.end()
+        self._receiving.end()
+        self._sending.end()
 
     def _outgoing(self, flat: torch.Tensor, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
         """The slice of each other owner, beginning after this rank, so that not all ranks send to the same one."""
@@ -176,16 +186,20 @@ class TaggedSlices:
             works = [self._gloo().recv([piece], source, tag) for source, piece in received.items()]
             sends = self._post(outgoing, tag)
 
-        def finish() -> None:
-            for work in [*works, *sends()]:
-                work.wait(timedelta(seconds=self._deadline_s()))
+        def receive() -> None:
+            self._await(works)
             for source, piece in incoming.items():
                 if piece.is_cuda:
                     piece.copy_(received[source], non_blocking=True)
             if then is not None:
                 then()
 
-        return _Awaited(self._waiting.put(finish), what, self._deadline_s, at_end)
+        arrival, departure = self._receiving.put(receive), self._sending.put(lambda: self._await(sends()))
+        return _Awaited(arrival, departure, what, self._deadline_s, at_end)
+
+    def _await(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            work.wait(timedelta(seconds=self._deadline_s()))
 
     def _post(self, outgoing: dict[int, torch.Tensor], tag: int) -> Callable[[], list[dist.Work]]:
         """Post the outgoing messages; the result waits until they are posted.
@@ -236,20 +250,30 @@ def add_in_order(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 
 
 class _Awaited:
-    """A transfer that a thread completes."""
+    """A transfer that threads complete."""
 
     def __init__(
-        self, future: Future[None], what: str, deadline_s: Callable[[], float], at_end: Callable[[], None]
+        self,
+        arrival: Future[None],
+        departure: Future[None],
+        what: str,
+        deadline_s: Callable[[], float],
+        at_end: Callable[[], None],
     ) -> None:
-        self._future, self._what, self._deadline_s = future, what, deadline_s
+        self._arrival, self._departure, self._what, self._deadline_s = arrival, departure, what, deadline_s
         self._at_end: Callable[[], None] | None = at_end
 
     def is_over(self) -> bool:
-        return self._future.done()
+        return self._arrival.done() and self._departure.done()
+
+    def wait_for_arrival(self) -> None:
+        with PeerErrors(self._what, self._deadline_s()):
+            self._arrival.result()
 
     def wait(self) -> None:
         with PeerErrors(self._what, self._deadline_s()):
-            self._future.result()
+            self._arrival.result()
+            self._departure.result()
         if self._at_end is not None:
             self._at_end()
             self._at_end = None

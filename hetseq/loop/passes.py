@@ -86,7 +86,7 @@ class Sums:
         stray = self._setting.stray or (lambda _: None)
         stray(False)
         try:
-            self._reducer.backward(loss * self._computer.loss_scale)
+            self._reducer.backward(loss * self._computer.loss_scale, self._computer.clock.paused)
         except PeerLostError as error:
             self._lost = str(error)
         finally:
@@ -107,7 +107,8 @@ class Sums:
         if self._lost is not None:
             return PeerLost(self._lost)
         work = tuple(batch.work for batch in self._setting.batches)
-        return Part(self.sums(), work, tuple(self._computer.clock.laps()))
+        clock = self._computer.clock
+        return Part(self.sums(), work, tuple(clock.laps()), waited_s=clock.paused_s)
 
 
 class MicroBatches(Sums):

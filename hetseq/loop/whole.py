@@ -9,6 +9,7 @@ back. So micro-batches may have any size, and ranks any share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class Whole(Sums):
         # each micro-batch, then the loss, then each once more
         number = len(self._setting.batches)
         seconds = tuple(first + again for first, again in zip(part.seconds[:number], part.seconds[number + 1 :]))
-        return Part(part.sums, part.work, seconds)
+        return replace(part, seconds=seconds)
 
     def _encoded(self, batch: MicroBatch) -> tuple[tuple[torch.Tensor, ...], bool]:
         """The rows of a micro-batch, and whether `encode` gave them without a tuple."""

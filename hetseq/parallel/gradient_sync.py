@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from hetseq.parallel.gradient_memory import lending
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _PIECE_ELEMENTS = 1 << 16  # converted at once: half a megabyte in double precision
+
+#: makes the context of a wait for other ranks, which is no work of this one
+Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
 class GradientSync(Protocol):
@@ -48,11 +51,28 @@ class GradientSync(Protocol):
         """64 bits that name the cuts of the parameters among their owners; 0 if every rank owns all."""
         ...
 
-    def gather(self, shares: Sequence[int] | None = None) -> None:
-        """Bring the parameters up to date: on the ranks with samples in a step that has these `shares`, or on all.
+    def begin_gather(self, shares: Sequence[int]) -> None:
+        """Begin to bring the parameters up to date on the ranks with samples in a step; `shares`: those of each rank.
 
-        Before each attempt of a step, with the samples of each rank, and before work between two steps that needs whole
-        parameters. Collective. Raises PeerLostError.
+        Before each attempt of a step, whose forward runs within `arriving`. Collective. Raises PeerLostError.
+        """
+        ...
+
+    def arriving(self, model: torch.nn.Module, pause: Pause) -> AbstractContextManager[object]:
+        """Context of a forward of `model`: no parameter is used before it has arrived. Local to each rank.
+
+        Waits happen in `pause()`. Raises PeerLostError.
+        """
+        ...
+
+    def await_parameters(self) -> None:
+        """Wait for what `begin_gather` has begun. Local to each rank. Raises PeerLostError."""
+        ...
+
+    def gather(self) -> None:
+        """Bring the parameters up to date on all ranks, before work between two steps that needs whole parameters.
+
+        Collective. Raises PeerLostError.
         """
         ...
 
@@ -68,8 +88,9 @@ class GradientSync(Protocol):
         """Announce this rank's last backward of the step, during which gradients may be sent."""
         ...
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch's loss, a scalar. May start collectives but waits for none.
+    def backward(self, loss: torch.Tensor, pause: Pause = nullcontext) -> None:
+        """Add the gradients of a micro-batch's loss, a scalar. May start collectives; waits for some only to bound the
+        memory of gradients that travel, in `pause()`.
 
         Raises PeerLostError, HetSeqError if a second backward follows the last one, and torch's error if memory runs
         out.
@@ -133,7 +154,16 @@ class Gradients:
     def layout_digest(self) -> int:
         return 0
 
-    def gather(self, shares: Sequence[int] | None = None) -> None:
+    def begin_gather(self, shares: Sequence[int]) -> None:
+        pass
+
+    def arriving(self, model: torch.nn.Module, pause: Pause) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def await_parameters(self) -> None:
+        pass
+
+    def gather(self) -> None:
         pass
 
     def changed(self) -> None:
@@ -147,7 +177,7 @@ class Gradients:
     def expect_last(self) -> None:
         pass
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, pause: Pause = nullcontext) -> None:
         loss.backward()
 
     @property
@@ -269,7 +299,7 @@ class GradientReducer(Gradients):
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, pause: Pause = nullcontext) -> None:
         with lending(self._lenders):
             loss.backward()
 

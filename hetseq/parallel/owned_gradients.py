@@ -15,22 +15,26 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 
 from hetseq.balance.ownership import Ownership, UnitSizes, cut
 from hetseq.comm.group import Group
 from hetseq.comm.slices import SliceExchange, Transfer
 from hetseq.errors import HetSeqError
+from hetseq.parallel.first_use import FirstUse, are_uses_hidden
 from hetseq.parallel.gradient_memory import lending
-from hetseq.parallel.gradient_sync import add_converted_, are_finite, buckets_of, norm_of
+from hetseq.parallel.gradient_sync import Pause, add_converted_, are_finite, buckets_of, norm_of
 from hetseq.system.processes import return_freed_memory
 
+_AT_ONCE = 2  # units whose gradients travel while those of the next one are computed
 _ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same memory for its gradients
 
 
@@ -113,7 +117,11 @@ class OwnedGradients:
         self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self.parameters)}
         self._active: Sequence[int] = ()  # the ranks that compute samples in this step
         self._whole: set[int] = set()  # the ranks whose copies are up to date
-        self._gathers: list[Transfer] = []
+        self._gathers: list[Transfer] = []  # that may not be over
+        self._late: dict[int, tuple[_Unit, Transfer]] = {}  # by the id of the parameter: not known to have arrived
+        self._has_computed = False  # a forward has run
+        self._pause: Pause = nullcontext
+        self._travelling: deque[_Unit] = deque()  # whose gradients have been sent, and may not have arrived
         self._counted = (0, 0)  # bytes sent and received at the last call of `traffic`
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
@@ -148,26 +156,70 @@ class OwnedGradients:
 
     # parameters
 
-    def gather(self, shares: Sequence[int] | None = None) -> None:
-        takers: Sequence[int] = range(self._group.world_size)
-        if shares is not None:
-            takers = self._active = tuple(rank for rank, samples in enumerate(shares) if samples)
-        lacking = [rank for rank in takers if rank not in self._whole]
-        if not lacking:
-            return
-        for unit in reversed(self._units):  # as forward needs them
-            self._gathers.append(self.exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking))
-        if self._group.rank in lacking:
-            self._await_gathers()
-        self._whole.update(lacking)
+    def begin_gather(self, shares: Sequence[int]) -> None:
+        self._active = tuple(rank for rank, samples in enumerate(shares) if samples)
+        self._send_parameters(self._active)
+
+    def arriving(self, model: torch.nn.Module, pause: Pause) -> AbstractContextManager[object]:
+        return self._arriving(model, pause) if self._late else nullcontext()
+
+    def await_parameters(self) -> None:
+        while self._late:
+            self._await(next(iter(self._late)))
+
+    def gather(self) -> None:
+        self._send_parameters(range(self._group.world_size))
+        self._end_gathers()
 
     def changed(self) -> None:
         self._whole.clear()
 
-    def _await_gathers(self) -> None:
+    def _send_parameters(self, takers: Sequence[int]) -> None:
+        lacking = [rank for rank in takers if rank not in self._whole]
+        if not lacking:
+            return
+        for unit in reversed(self._units):  # as forward needs them
+            transfer = self.exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking)
+            self._gathers.append(transfer)
+            if self._group.rank in lacking:
+                self._late.update((id(self.parameters[index]), (unit, transfer)) for index in unit.indices)
+        self._whole.update(lacking)
+
+    def _end_gathers(self) -> None:
+        """Wait until all have read: an owner may change its slice only then."""
+        self.await_parameters()
         for transfer in self._gathers:
             transfer.wait()
         self._gathers.clear()
+
+    @contextmanager
+    def _arriving(self, model: torch.nn.Module, pause: Pause) -> Iterator[None]:
+        # the first forward shows whether anything of it is compiled
+        waits_once = not self.exchange.moves_by_itself or not self._has_computed or are_uses_hidden(model)
+        if waits_once:
+            with pause():
+                self.await_parameters()
+
+        def wait(late: int | None) -> None:
+            with pause():
+                if late is None:
+                    self.await_parameters()
+                else:
+                    self._await(late)
+
+        with nullcontext() if waits_once else FirstUse(self._late, wait):
+            yield
+        self._has_computed = True
+        wait(None)  # for what this forward has not used; backward may
+
+    def _await(self, late: int) -> None:
+        """Wait for the unit of a parameter. A graph that holds an earlier value cannot go backward any more."""
+        unit, transfer = self._late[late]
+        transfer.wait_for_arrival()
+        members = [self.parameters[index] for index in unit.indices]
+        increment_version(members)
+        for parameter in members:
+            del self._late[id(parameter)]
 
     # a step
 
@@ -191,7 +243,8 @@ class OwnedGradients:
         for unit in self._units:
             unit.missing = len(unit.indices)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, pause: Pause = nullcontext) -> None:
+        self._pause = pause
         with lending(self._lenders):
             loss.backward()
 
@@ -204,14 +257,15 @@ class OwnedGradients:
 
         Raises PeerLostError, after which the sums are invalid.
         """
+        self._pause = nullcontext
         while self._sent < len(self._units):
             self._send_next()
         if self._is_silent:
             self._show_own()
             return
-        self._await_gathers()  # an owner may change its slice only after all others have read it
+        self._collect(at_most=0)
+        self._end_gathers()
         for unit in self._units:
-            self._collect(unit, must_wait=True)
             for fragment, place in unit.fragments:
                 own = unit.total[place]
                 own = own if own.dtype == fragment.owned.dtype else own.to(fragment.owned.dtype)
@@ -343,33 +397,38 @@ class OwnedGradients:
         is_giver = self._group.rank in self._active
         for index in () if self._is_silent else unit.indices:
             self.parameters[index].grad = None
-        if is_giver and not self._is_silent:
-            for index in unit.indices:
-                if not self.used[index]:
-                    self._room(index).zero_()
         if self._is_silent:
             views = [self._view(index) for index in unit.indices if self.used[index]]
             self._is_finite_alone &= are_finite([view for view in views if view is not None])
         else:
+            self._collect(at_most=_AT_ONCE - 1)
+            for index in unit.indices if is_giver else ():
+                if not self.used[index]:
+                    self._room(index).zero_()
             flat = unit.gradients if is_giver else None
             unit.sending = self.exchange.sum_to_owners(
                 flat, unit.total, bounds=unit.bounds, givers=self._active
             )  # fmt: skip
             unit.leaving, unit.gradients = unit.gradients, None
+            self._travelling.append(unit)
         unit.is_sent = True
         self._sent += 1  # only now: if memory ran out above, nothing was sent
-        for earlier in self._units[: self._sent - 1]:  # their memory is used again
-            self._collect(earlier, must_wait=False)
 
-    def _collect(self, unit: _Unit, *, must_wait: bool) -> None:
-        """Take note that the owners have their sums of a unit, if they have."""
-        if unit.sending is None or not (must_wait or unit.sending.is_over()):
-            return
-        unit.sending.wait()
-        unit.sending = None
-        if unit.leaving is not None:
-            self.exchange.release(unit.leaving)
-            unit.leaving = None
+    def _collect(self, *, at_most: int) -> None:
+        """Use the memory of units again whose owners have their sums; wait until so many are left."""
+        while self._travelling:
+            unit = self._travelling[0]
+            assert unit.sending is not None
+            is_over = unit.sending.is_over()
+            if not is_over and len(self._travelling) <= at_most:
+                return
+            with nullcontext() if is_over else self._pause():
+                unit.sending.wait()
+            unit.sending = None
+            if unit.leaving is not None:
+                self.exchange.release(unit.leaving)
+                unit.leaving = None
+            self._travelling.popleft()
 
     def _held(self) -> list[torch.Tensor]:
         return [one.owned.grad for one in self.fragments if one.owned.grad is not None]

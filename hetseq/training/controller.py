@@ -252,13 +252,16 @@ class Controller:
         clock = self._clock
         for attempt in itertools.count():
             with phase("gather"):
-                self.replica.reducer.gather(plan.shares)
+                self.replica.reducer.begin_gather(plan.shares)
+                if self._learning_rate is None:  # a script computes where no use of a parameter is seen
+                    self.replica.reducer.gather()
                 clock.lap("idle")
             with phase("forward_backward"):
                 whereabouts.enter(Phase.FORWARD_BACKWARD)
                 faults.point("forward_backward")
                 part = yield from self._compute(data, counts)
                 clock.lap("compute")
+                clock.move(part.waited_s, "compute", "idle")
                 whereabouts.enter(Phase.DATA)
                 upcoming = self._look_ahead(plan)  # fetched while the buckets travel
                 clock.lap("data")

@@ -1,8 +1,9 @@
-"""The memory of gradients that are summed to their owners: units that travel one after the other share it."""
+"""What travels beside the computation: gradients in turn, through the same memory, and parameters of later layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ class Over:
 
     def is_over(self) -> bool:
         return True
+
+    def wait_for_arrival(self) -> None:
+        pass
 
     def wait(self) -> None:
         pass
@@ -60,7 +64,7 @@ def test_gradients_take_the_room_of_the_units_that_travel(micro_batches: int, mo
     assert isinstance(exchange, Counting)
     exchange.made_elements = 0  # of the parameters
     for _ in range(3):
-        reducer.gather([1])
+        reducer.begin_gather([1])
         reducer.begin()
         for number in range(micro_batches):
             if number + 1 == micro_batches:
@@ -74,3 +78,53 @@ def test_gradients_take_the_room_of_the_units_that_travel(micro_batches: int, mo
         reducer.changed()
     reducer.close()
     assert exchange.made_elements <= most
+
+
+class Arriving(Counting):
+    """Parameters arrive when they are waited for; `told` is the order of events."""
+
+    told: list[str]
+
+    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
+        told = self.told
+
+        class Arrival(Over):
+            def wait_for_arrival(self) -> None:
+                told.append(f"waited for {flat.numel()}")
+
+        return Arrival()
+
+
+class Layers(OneRank):
+    def slices(self, device: torch.device) -> Arriving:
+        exchange = Arriving(None, rank=0, world_size=1, deadline_s=lambda: 1.0)
+        exchange.told, exchange.made_elements = [], 0
+        return exchange
+
+
+def test_a_layer_computes_before_later_ones_have_arrived() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, size, bias=False) for size in (1, 2, 3)), torch.nn.Linear(4, 1))
+    reducer = OwnedGradients(list(model.parameters()), Layers(), fractions=[1.0], bucket_bytes=4)
+    exchange = reducer.exchange
+    assert isinstance(exchange, Arriving)
+    pauses: list[None] = []
+
+    def forward() -> list[str]:
+        exchange.told.clear()
+        reducer.begin_gather([1])
+        with reducer.arriving(model, lambda: nullcontext(pauses.append(None))):
+            for number, layer in enumerate(model[:3]):
+                layer(torch.ones(1, 1))
+                exchange.told.append(f"computed {number}")
+        reducer.begin()
+        reducer.finish()
+        reducer.changed()
+        return exchange.told.copy()
+
+    waits = [f"waited for {elements}" for elements in (1, 2, 3, 4, 1)]
+    assert forward() == [*waits, *(f"computed {number}" for number in range(3))], "compiled code may be met"
+    del pauses[:]
+    turns = [event for number in range(3) for event in (waits[number], f"computed {number}")]
+    assert forward() == [*turns, *waits[3:]], "what this forward has not used arrives before backward"
+    assert len(pauses) == 4
+    reducer.close()
