@@ -22,8 +22,7 @@ from hetseq.errors import ConfigError
 
 SHARD_MODELS = ("none", "state")  # the simpler one first
 USABLE = 0.92  # of a rank's memory; the rest is for the runtime, its kernels and gaps between tensors
-#: the part of a micro-batch behind which the exchange can hide: backward; with `state` also the next forward
-_HIDING = {"none": 2 / 3, "state": 1.0}
+_FORWARD, _BACKWARD = 1 / 3, 2 / 3  # of a micro-batch
 _SHOWN_RANKS = 8
 
 
@@ -82,7 +81,8 @@ class RankMemory:
 class Layout:
     """A layout that fits. Lists are by rank; `left_bytes` is what state and computing leave of the usable memory.
 
-    `micro_batch`: the most samples of one forward. `exchange_s` is the busiest link's, of which a part is hidden.
+    `micro_batch`: the most samples of one forward. `exchange_s`: of each exchange the busiest link's, added up; parts
+    are hidden.
     """
 
     shard_model: str
@@ -200,14 +200,20 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
             return Misfit(kind, missing, model.state_bytes - sum(room), _no_room(names, room, model.state_bytes))
         fractions = divided
         left = [bytes_ - round(own * model.state_bytes) for bytes_, own in zip(left, fractions)]
-    flows = _flows(kind, model, shares, fractions)
+    phases = _phases(kind, model, shares, fractions)
     compute_s = step_seconds(shares, costs)
-    exchange_s = max(max(flow) / rank.link_bytes_per_s for flow, rank in zip(flows, ranks))
-    rounds = max(-(-share // (cost.batch or size)) for share, cost in zip(shares, costs))
+    micro_batch_s = compute_s / max(-(-share // (cost.batch or size)) for share, cost in zip(shares, costs))
+    exchange_s, exposed_s = 0.0, 0.0
+    for part, flows in phases:
+        phase_s = max(max(flow) / rank.link_bytes_per_s for flow, rank in zip(flows, ranks))
+        exchange_s += phase_s
+        exposed_s += max(0.0, phase_s - part * micro_batch_s)
+    sent, received = (
+        tuple(round(sum(flows[rank][way] for _, flows in phases)) for rank in range(len(ranks))) for way in (0, 1)
+    )
     return Layout(
-        kind, size, shares, fractions, tuple(round(sent) for sent, _ in flows), tuple(round(got) for _, got in flows),
-        tuple(left), compute_s, exchange_s, compute_s + max(0.0, exchange_s - _HIDING[kind] * compute_s / rounds),
-    )  # fmt: skip
+        kind, size, shares, fractions, sent, received, tuple(left), compute_s, exchange_s, compute_s + exposed_s
+    )
 
 
 def _in_micro_batches(cost: Cost, size: int) -> Cost:
@@ -229,23 +235,22 @@ def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int
     return taken + 2 * unit_bytes
 
 
-def _flows(
+def _phases(
     kind: str, model: ModelMemory, shares: Sequence[int], fractions: Sequence[float]
-) -> list[tuple[float, float]]:
-    """Bytes sent and received by each rank in a step. Shape (world_size, 2)."""
+) -> list[tuple[float, list[tuple[float, float]]]]:
+    """The exchanges of a step, one after the other: the part of a micro-batch behind which each can hide, and the bytes
+    that each rank sends and receives, (world_size, 2)."""
     world_size, computing = len(shares), sum(share > 0 for share in shares)
     if kind == "none":
         ring = 2 * (world_size - 1) / world_size * model.gradient_bytes
-        return [(ring, ring)] * world_size
-    flows = []
+        return [(_BACKWARD, [(ring, ring)] * world_size)]
+    gather, reduce = [], []
     for share, own in zip(shares, fractions):
         computes = int(share > 0)
-        # out = a(1-f) gP + f(C-a) cP;  in = f(C-a) gP + a(1-f) cP
-        others, owned = computes * (1 - own), own * (computing - computes)
-        sent = others * model.gradient_bytes + owned * model.parameter_bytes
-        received = owned * model.gradient_bytes + others * model.parameter_bytes
-        flows.append((sent, received))
-    return flows
+        others, owned = computes * (1 - own), own * (computing - computes)  # a(1-f), f(C-a)
+        gather.append((owned * model.parameter_bytes, others * model.parameter_bytes))
+        reduce.append((others * model.gradient_bytes, owned * model.gradient_bytes))
+    return [(_FORWARD, gather), (_BACKWARD, reduce)]
 
 
 # words

@@ -63,7 +63,8 @@ def test_a_small_card_owns_by_its_memory_and_computes_by_its_speed() -> None:
     assert isinstance(state, Layout)
     assert state.shares == (43, 21)
     assert state.fractions == pytest.approx((0.80, 0.20), abs=0.005)
-    assert state.step_s == pytest.approx(5.7, abs=0.05)
+    # micro-batches of 1.79 s hide 0.60 s and 1.19 s of the two exchanges, in which the owner of 80 % has 2.08 GB to move
+    assert state.step_s == pytest.approx(5.375 + (1.664 - 0.597) + (1.664 - 1.194), abs=0.02)
     assert choose((none, state)) is state
 
 
@@ -89,6 +90,7 @@ def test_a_server_with_memory_owns_nearly_all_of_it_and_computes_nothing() -> No
     assert alone.fractions == (0, 0, 1)
     # without samples: gradients of both come in, parameters go out to both
     assert (alone.sent_bytes[2], alone.received_bytes[2]) == (12 * GB, 12 * GB)
+    assert alone.exchange_s == pytest.approx(2 * 12 / 1.25)  # one after the other
     assert alone.sent_bytes[:2] == alone.received_bytes[:2] == (6 * GB, 6 * GB)
 
 
