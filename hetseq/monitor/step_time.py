@@ -33,17 +33,19 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
     """The keys of `metrics.jsonl` about the ranks: `communication_s`, `efficiency`, `pace` and `ranks`, lists by rank.
 
     `work` is the total weight of the step's samples when they were divided. The efficiency is the speed of the run /
-    the sum of the speeds that its ranks would have on their own, at their shares; None if one of them is unknown.
+    the sum of the speeds that its ranks would have on their own, at their shares; None if one of them is unknown. A rank
+    that owns a part of the state and has never had samples is a memory server, which has none.
     """
     samples, measured = sum(shares), [row.measured for row in rows]
     costs = [_in_samples(one.cost, share, work / samples) for share, one in zip(shares, measured)]
     least_idle_s = min(one.idle_s for one in measured)
     busy = [busy_s(one) for one in measured]
     speeds = [_solo_speed(share, one, work / samples) for share, one in zip(shares, measured)]
+    serves = [share == 0 and one.cost is None and one.state is not None for share, one in zip(shares, measured)]
     known = [speed for speed in speeds if speed]
     return {
         "communication_s": least_idle_s,
-        "efficiency": samples / seconds / sum(known) if len(known) == len(speeds) else None,
+        "efficiency": samples / seconds / sum(known) if len(known) + sum(serves) == len(speeds) else None,
         "pace": busy.index(max(busy)),
         "ranks": {
             "compute_s": [one.compute_s for one in measured],

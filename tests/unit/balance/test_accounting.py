@@ -86,6 +86,8 @@ def test_a_rank_without_samples_counts_with_what_it_could() -> None:
     assert told([busy, idle], [8, 0], 8.0)["efficiency"] == pytest.approx(1 / 1.25)
     unknown = Measured(idle_s=8.0)
     assert told([busy, unknown], [8, 0], 8.0)["efficiency"] is None
+    server = Measured(idle_s=8.0, state=OwnedBytes(30, 7, 5))
+    assert told([busy, server], [8, 0], 10.0)["efficiency"] == 0.8  # it is no slower for a rank that never computes
     assert told([Measured(idle_s=8.0), busy], [8, 8], 8.0)["efficiency"] is None  # samples in no time at all
 
 
