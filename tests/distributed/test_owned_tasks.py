@@ -57,6 +57,7 @@ class Case:
     flags: str = ""
     frozen: str = "-"
     clip_norm: float = 0.5
+    compiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def words_of(kind: Kind, case: Case, steps: int) -> list[str]:
 def check(path: Path, cases: list[Case], *, shares_memory: bool, steps: int = STEPS) -> None:
     """The cases are of one task and one number of ranks, one after the other in one life."""
     kind, (world_size,) = KINDS[cases[0].task](path), {case.own.count(",") + 1 for case in cases}
-    settings = [Setting(kind.base, case.optimizer, case.frozen) for case in cases]
+    settings = [Setting(kind.base, case.optimizer, case.frozen, case.compiles) for case in cases]
     told = [(words_of(kind, case, steps), setting) for case, setting in zip(cases, settings)]
     ranks = run_ranks(train_cases, world_size, prepared(path / "run"), told, shares_memory, timeout_s=300)
     for number, (case, setting) in enumerate(zip(cases, settings)):
@@ -200,6 +201,7 @@ CASES = {
     "gpt2 adamw muon": (
         [Case("gpt2", "1,1,8", "adamw", "--activation-checkpointing"), Case("gpt2", "2,0,1", "muon")], True
     ),
+    "gpt2 compiled": ([Case("gpt2", "3,1", "adamw", compiles=True)], False),
     "llama adagrad": ([Case("llama", "6,2,1", "adagrad")], False),
     "causal lm adamw": ([Case("causal lm", "2,0,1", "adamw")], False),
     "lora adamw": ([Case("lora", "1,1,8", "adamw")], True),
@@ -207,6 +209,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # compiling takes long on a busy machine
 @pytest.mark.parametrize(("cases", "shares_memory"), list(CASES.values()), ids=list(CASES))
 def test_the_curve_is_that_of_one_device(cases: list[Case], shares_memory: bool, tmp_path: Path) -> None:
     check(tmp_path, cases, shares_memory=shares_memory)
@@ -219,7 +222,7 @@ def test_the_whole_matrix(task: str, own: str, shares_memory: bool, tmp_path: Pa
     cases = [Case(task, own, optimizer) for optimizer in OPTIMIZERS]
     cases += [Case(task, own, "adamw", frozen="layers.0"), Case(task, own, "sgd", clip_norm=0.0)]
     if task not in ("causal lm", "lora"):
-        cases.append(Case(task, own, "adamw", "--activation-checkpointing"))
+        cases += [Case(task, own, "adamw", "--activation-checkpointing"), Case(task, own, "adamw", compiles=True)]
     check(tmp_path, cases, shares_memory=shares_memory)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +45,12 @@ class OwnedFacts:
 
 @dataclass(frozen=True)
 class Setting:
-    """A task of the product with another optimizer, and without training some of its parameters."""
+    """A task of the product with another optimizer, without training some parameters, or with compiled layers."""
 
     base: type[Task]
     optimizer: str  # of `make_optimizer`
     frozen: str = "-"  # part of the names of parameters that are not trained
+    compiles: bool = False  # each layer of a list by itself
 
     def task(self, config: options.Config) -> Any:
         """The task, as `make_task` makes it."""
@@ -57,6 +59,8 @@ class Setting:
         class Chosen(setting.base):  # type: ignore[misc, name-defined]
             def build_model(self) -> torch.nn.Module:
                 model: torch.nn.Module = super().build_model()
+                if setting.compiles:
+                    compile_layers_(model)
                 return setting.frozen_(model)
 
             def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -69,6 +73,16 @@ class Setting:
             if self.frozen in name:
                 parameter.requires_grad_(False)
         return model
+
+
+def compile_layers_(model: torch.nn.Module) -> None:
+    """Compile each layer by itself, into kernels of torch that round as they do without it."""
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor", category=UserWarning
+    )  # of torch itself
+    for layers in model.modules():
+        for layer in layers if isinstance(layers, torch.nn.ModuleList) else ():
+            layer.compile(backend="aot_eager", dynamic=True)
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
