@@ -62,9 +62,9 @@ LAYOUTS = {
     "6:2:1": Layout("7,4,1", "6,2,1"),
     "server": Layout("3,1,0", "0,0,1"),
 }
-#: The ranks of each pair compute the same samples. Replicas that share memory, and owners, add the gradients of all ranks
-#: in rank order, and AdamW updates element by element. So every sum of both has one order, if no step is clipped: the
-#: norm of a gradient is added from the parts of the ranks, which are others.
+#: The ranks of each pair compute the same samples. Replicas that share memory, and owners, add the gradients of all
+#: ranks in rank order, and AdamW updates element by element. So every sum of both has one order, if no step is clipped:
+#: the norm of a gradient is added from the parts of the ranks, which are others.
 IN_ONE_ORDER = [("3:1", "server"), ("3 replicas", "6:2:1")]
 
 
@@ -144,7 +144,7 @@ def whole(held: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
                 assert torch.equal(tensors.setdefault(name, one), one), name
                 continue
             pieces[-1] += [piece for piece, _ in one]
-            shapes |= {name: torch.Size(shape) for _, shape in one}
+            shapes[name] = torch.Size(one[0][1])
     assert not tensors.keys() & shapes.keys()
     for name, shape in shapes.items():
         elements = sum(end - begin for of_rank in pieces for at, begin, end, _ in of_rank if at == name)
@@ -196,8 +196,7 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )  # fmt: skip
     pairs = list(itertools.product(LAYOUTS, LAYOUTS))
     jobs = {
-        pair: (pair[1], copied(runs[pair[0]], folder / f"resumed-{number}"), words)
-        for number, pair in enumerate(pairs)
+        pair: (pair[1], copied(runs[pair[0]], folder / f"resumed-{number}"), words) for number, pair in enumerate(pairs)
     }
     saved = {name: dict(last_state(Path(jobs[name, name][1])).tensors) for name in LAYOUTS}
     return Matrix(calm, saved, run_all(jobs, request.param == "shared"), runs, words)
