@@ -104,8 +104,8 @@ def test_each_sample_passes_once_after_the_step_that_is_checked(words: tuple[obj
             assert calls["forward"] == (1 if "--batch-size" not in words else -(-share // 4))
 
 
-#: by ranks: the gathers of rows from step to step, of which the second and the last end an epoch; and by rank the copies
-#: and waits
+#: by ranks: the gathers of rows from step to step, of which the second and the last end an epoch; and the copies and
+#: waits of each rank
 EVER = {
     1: ([2, 6, 2, 5], {0: [(20, 2), (20, 2), (20, 2), (8, 2)]}),
     3: (
