@@ -238,6 +238,7 @@ def test_the_losses_behind_every_checkpoint_are_those_of_one_device(matrix: Matr
         assert list(course.losses) == list(range(SAVED + 1, LAST + 1))
         assert course.losses == courses[0].losses
     worst = farthest(courses[0].losses, alone.losses), farthest(courses[0].norms, alone.norms)
+    print(f"{source} resumed as {target}: largest relative error {max(worst):.1e}")
     assert max(worst) <= TOLERANCE, worst
     ended, right = whole([course.ended for course in courses]), whole([alone.ended])
     assert ended.keys() == right.keys()
