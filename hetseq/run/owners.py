@@ -148,14 +148,15 @@ def _chosen(parameters: Sequence[torch.nn.Parameter], rooms: Sequence[int], rows
     ranks = [
         RankMemory(
             f"rank {rank}",
-            Cost(0.0, 1.0),
+            Cost(0.0, 1.0, batch=1),
             room + memory.parameter_bytes,
             _LINK_BYTES_PER_S,
             is_stable=bool(rows[rank, 3]),
         )
         for rank, room in enumerate(rooms)
     ]
-    found = candidates(ranks, memory, total=len(ranks))
+    # two micro-batches on each rank: so the planner keeps room for a whole gradient, as _fractions does afterwards
+    found = candidates(ranks, memory, total=2 * len(ranks))
     layout = choose(found)
     if group.rank == 0:
         others = "; ".join(
