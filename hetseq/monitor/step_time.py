@@ -33,8 +33,8 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
     """The keys of `metrics.jsonl` about the ranks: `communication_s`, `efficiency`, `pace` and `ranks`, lists by rank.
 
     `work` is the total weight of the step's samples when they were divided. The efficiency is the speed of the run /
-    the sum of the speeds that its ranks would have on their own, at their shares; None if one of them is unknown. A rank
-    that owns a part of the state and has never had samples is a memory server, which has none.
+    the sum of the speeds that its ranks would have on their own, at their shares; None if one of them is unknown. One
+    that owns a part of the state and has never had samples is a memory server, and has no speed.
     """
     samples, measured = sum(shares), [row.measured for row in rows]
     costs = [_in_samples(one.cost, share, work / samples) for share, one in zip(shares, measured)]
