@@ -63,7 +63,7 @@ def test_a_small_card_owns_by_its_memory_and_computes_by_its_speed() -> None:
     assert isinstance(state, Layout)
     assert state.shares == (43, 21)
     assert state.fractions == pytest.approx((0.80, 0.20), abs=0.005)
-    # micro-batches of 1.79 s hide 0.60 s and 1.19 s of the two exchanges; in each 2.08 GB leave or reach the large owner
+    # micro-batches of 1.79 s hide 0.60 s and 1.19 s of the two exchanges, each of 2.08 GB at the large owner
     assert state.step_s == pytest.approx(5.375 + (1.664 - 0.597) + (1.664 - 1.194), abs=0.02)
     assert choose((none, state)) is state
 
