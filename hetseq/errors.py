@@ -173,7 +173,7 @@ CODES = {
     "worker-raised": "Code of the task has raised an exception on a rank.",
     "memory-exhausted": "The memory of a device does not hold the smallest piece of work.",
     "batch-halved": "The memory of a device did not hold a micro-batch, so smaller ones are used there.",
-    "state-lost": "A rank that owned a part of the state was lost, and all ranks go back to the newest state.",
+    "state-lost": "A rank that owned a part of the state is gone, and all ranks continue from the newest state.",
     "no-owner": "None of the ranks that --own lets own a part of the state is there, so all ranks own as much.",
     "memory-for-saves": "There is no shared memory for a copy of the state, so training waits for each save.",
     "save-failed": "The last save of a run failed.",

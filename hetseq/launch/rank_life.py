@@ -278,7 +278,7 @@ class RankLife:
         """
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
         logger.log(
-            level, "%s: all ranks go back to the newest state in memory or on disk [state-lost]", generation.lost
+            level, "%s: all ranks continue from the newest state in memory or on disk [state-lost]", generation.lost
         )  # fmt: skip
         config = _as_for_a_restart(self._config)
         self._material = load_material(config, torch.device(self._placement.device))
