@@ -23,15 +23,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.autograd.graph import increment_version
 
 from hetseq.balance.ownership import Ownership, UnitSizes, cut
 from hetseq.comm.group import Group
 from hetseq.comm.slices import SliceExchange, Transfer
 from hetseq.errors import HetSeqError
-from hetseq.parallel.first_use import FirstUse, are_uses_hidden
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, add_converted_, are_finite, buckets_of, norm_of
+from hetseq.parallel.parameter_copies import CopiedUnit, ParameterCopies
 from hetseq.system.processes import return_freed_memory
 
 _AT_ONCE = 2  # units whose gradients travel while those of the next one are computed
@@ -116,10 +115,11 @@ class OwnedGradients:
         self._lent = np.zeros(len(self.parameters), np.bool_)
         self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self.parameters)}
         self._active: Sequence[int] = ()  # the ranks that compute samples in this step
-        self._whole: set[int] = set()  # the ranks whose copies are up to date
-        self._gathers: list[Transfer] = []  # that may not be over
-        self._late: dict[int, tuple[_Unit, Transfer]] = {}  # by the id of the parameter: not known to have arrived
-        self._has_computed = False  # a forward has run
+        copied = [
+            CopiedUnit(tuple(self.parameters[index] for index in unit.indices), unit.flat, unit.bounds)
+            for unit in reversed(self._units)
+        ]
+        self._copies = ParameterCopies(copied, self.exchange, rank=group.rank, world_size=group.world_size)
         self._pause: Pause = nullcontext
         self._travelling: deque[_Unit] = deque()  # whose gradients have been sent, and may not have arrived
         self._counted = (0, 0)  # bytes sent and received at the last call of `traffic`
@@ -158,68 +158,19 @@ class OwnedGradients:
 
     def begin_gather(self, shares: Sequence[int]) -> None:
         self._active = tuple(rank for rank, samples in enumerate(shares) if samples)
-        self._send_parameters(self._active)
+        self._copies.begin_gather(self._active)
 
     def arriving(self, model: torch.nn.Module, pause: Pause) -> AbstractContextManager[object]:
-        return self._arriving(model, pause) if self._late else nullcontext()
+        return self._copies.arriving(model, pause)
 
     def await_parameters(self) -> None:
-        while self._late:
-            self._await(next(iter(self._late)))
+        self._copies.await_all()
 
     def gather(self) -> None:
-        self._send_parameters(range(self._group.world_size))
-        self._end_gathers()
+        self._copies.gather()
 
     def changed(self) -> None:
-        self._whole.clear()
-
-    def _send_parameters(self, takers: Sequence[int]) -> None:
-        lacking = [rank for rank in takers if rank not in self._whole]
-        if not lacking:
-            return
-        for unit in reversed(self._units):  # as forward needs them
-            transfer = self.exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking)
-            self._gathers.append(transfer)
-            if self._group.rank in lacking:
-                self._late.update((id(self.parameters[index]), (unit, transfer)) for index in unit.indices)
-        self._whole.update(lacking)
-
-    def _end_gathers(self) -> None:
-        """Wait until all have read: an owner may change its slice only then."""
-        self.await_parameters()
-        for transfer in self._gathers:
-            transfer.wait()
-        self._gathers.clear()
-
-    @contextmanager
-    def _arriving(self, model: torch.nn.Module, pause: Pause) -> Iterator[None]:
-        # the first forward shows whether anything of it is compiled
-        waits_once = not self.exchange.moves_by_itself or not self._has_computed or are_uses_hidden(model)
-        if waits_once:
-            with pause():
-                self.await_parameters()
-
-        def wait(late: int | None) -> None:
-            with pause():
-                if late is None:
-                    self.await_parameters()
-                else:
-                    self._await(late)
-
-        with nullcontext() if waits_once else FirstUse(self._late, wait):
-            yield
-        self._has_computed = True
-        wait(None)  # for what this forward has not used; backward may
-
-    def _await(self, late: int) -> None:
-        """Wait for the unit of a parameter. A graph that holds an earlier value cannot go backward any more."""
-        unit, transfer = self._late[late]
-        transfer.wait_for_arrival()
-        members = [self.parameters[index] for index in unit.indices]
-        increment_version(members)
-        for parameter in members:
-            del self._late[id(parameter)]
+        self._copies.changed()
 
     # a step
 
@@ -264,7 +215,7 @@ class OwnedGradients:
             self._show_own()
             return
         self._collect(at_most=0)
-        self._end_gathers()
+        self._copies.end()  # an owner may change its slice only after all others have read it
         for unit in self._units:
             for fragment, place in unit.fragments:
                 own = unit.total[place]

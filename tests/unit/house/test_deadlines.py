@@ -27,8 +27,9 @@ hetseq/comm/slices.py
     _Awaited.wait: _departure.result: as above
     _Serial._serve: _tasks.get: an idle thread; `end` gives it None
 hetseq/parallel/owned_gradients.py
-    OwnedGradients._end_gathers: transfer.wait: a transfer has the deadline of its group
-    OwnedGradients._collect: unit.sending.wait: as above
+    OwnedGradients._collect: unit.sending.wait: a transfer has the deadline of its group
+hetseq/parallel/parameter_copies.py
+    ParameterCopies.end: transfer.wait: as above
 hetseq/parallel/state_move.py
     _exchange_unit: exchange.swap(outgoing, incoming).wait: as above
 hetseq/run/foreign_parts.py
