@@ -60,6 +60,35 @@ def test_micro_batches_are_timed_between_marks(hands: Hands) -> None:
         assert clock.laps() == times
 
 
+def test_waits_for_other_ranks_are_no_work(hands: Hands) -> None:
+    clock = MicroBatchClock(torch.device("cpu"))
+    for waits in ([0.0, 0.0], [16.0, 0.0], [2.0, 32.0]):  # a share forgets the pauses of the one before it
+        clock.start()
+        for worked, waited in zip((1.0, 4.0), waits):
+            hands.now_s += worked
+            with clock.paused():
+                hands.now_s += waited
+            hands.now_s += worked
+            clock.mark()
+        assert clock.laps() == [2.0, 8.0]
+        assert clock.paused_s == sum(waits)
+    with pytest.raises(OSError, match="lost"), clock.paused():
+        hands.now_s += 64
+        raise OSError("lost")
+    assert clock.paused_s == 34.0 + 64.0
+
+
+def test_what_was_waited_within_a_lap_is_counted_as_waiting(hands: Hands) -> None:
+    clock = Stopwatch()
+    clock.start()
+    for kind, seconds in (("idle", 1.0), ("compute", 8.0)):
+        hands.now_s += seconds
+        clock.lap(kind)
+    clock.move(3.0, "compute", "idle")
+    assert clock.seconds == {"idle": 4.0, "compute": 5.0}
+    assert clock.total() == 9.0
+
+
 def test_a_share_without_samples_has_no_micro_batches(hands: Hands) -> None:
     clock = MicroBatchClock(torch.device("cpu"))
     clock.start()
@@ -80,3 +109,25 @@ def test_a_gpu_is_timed_by_its_own_work_and_nobody_need_have_waited_for_it() -> 
         clock.mark()
     short_s, long_s = clock.laps()
     assert 0 < short_s < long_s
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_that_has_work_left_is_not_idle_while_its_host_waits() -> None:
+    device = torch.device("cuda")
+    matrix = torch.eye(4096, device=device)
+    matrix = matrix @ matrix
+    clock, laps = MicroBatchClock(device), []
+    for waits in (False, True):
+        torch.cuda.synchronize()
+        clock.start()
+        for _ in range(20):
+            matrix = matrix @ matrix
+        if waits:
+            with clock.paused():
+                torch.cuda.synchronize()
+                torch.cuda._sleep(10**9)
+                torch.cuda.synchronize()
+        clock.mark()
+        laps += clock.laps()
+    assert laps[1] == pytest.approx(laps[0], rel=0.3)
