@@ -50,6 +50,8 @@ def with_foreign_parts(
         for text in texts
     ]
     found: dict[str, Any] = dict(held)
+    # one for all messages: an exchange keeps what it has lent, and no two messages have the same size
+    outgoing = exchange.memory(max((_AT_ONCE, *(item.bytes for item, _ in own))), torch.uint8, torch.device("cpu"))
     for owner, items in enumerate(of_rank):
         for group in sharing.parts:
             if owner in group:
@@ -59,7 +61,10 @@ def with_foreign_parts(
             lacking = [place for place, item in enumerate(items) if item.name not in there]
             target = group[owner % len(group)]
             for places in _batches(items, lacking):
-                _send(places, items, own, found, exchange, owner=owner, target=target, rank=sharing.whole.rank)
+                _send(
+                    places, items, own, found, exchange, outgoing, owner=owner, target=target, rank=sharing.whole.rank
+                )
+    exchange.release(outgoing)
     return found
 
 
@@ -88,6 +93,7 @@ def _send(
     own: Sequence[tuple[_Item, torch.Tensor]],
     found: dict[str, Any],
     exchange: SliceExchange,
+    memory: torch.Tensor,
     *,
     owner: int,
     target: int,
@@ -97,14 +103,12 @@ def _send(
     size = sum(items[place].bytes for place in places)
     outgoing, incoming = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     if rank == owner:
-        outgoing[target] = exchange.memory(size, torch.uint8, torch.device("cpu"))
+        outgoing[target] = memory[:size]
         parts = [own[place][1].detach().contiguous().view(-1).view(torch.uint8).cpu() for place in places]
         torch.cat(parts, out=outgoing[target])
     elif rank == target:
         incoming[owner] = torch.empty(size, dtype=torch.uint8)
     exchange.swap(outgoing, incoming).wait()
-    for tensor in outgoing.values():
-        exchange.release(tensor)
     offset = 0
     for place in places if incoming else ():
         item = items[place]

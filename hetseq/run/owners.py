@@ -76,8 +76,10 @@ def make_reducer(
         ), None  # fmt: skip
     owned = before.owned if before is not None and before.owned is not None else OwnedState(optimizer, names)
     owned.earlier = owned.held()
+    # where memory is short, an optimizer may fail its trial on one rank alone, and all ranks need the same cuts
+    may_cut = group.all_gather_rows(np.array([owned.is_elementwise], np.int64))  # (world_size, 1)
     reducer = OwnedGradients(
-        list(names), group, fractions=fractions, bucket_bytes=bucket_bytes, cuts_tensors=owned.is_elementwise,
+        list(names), group, fractions=fractions, bucket_bytes=bucket_bytes, cuts_tensors=bool(may_cut.all()),
         dtype=torch.float64 if config.reduce_dtype is not None else None,
     )  # fmt: skip
     memory = _model_memory(list(names))
@@ -115,17 +117,22 @@ def _fractions(
     ]
     numbers.append(parameters[0].is_cuda)
     rows = group.all_gather_rows(np.array(numbers, np.int64))
-    rooms = _capped(rows)
+    rooms, limits = _rooms_and_limits(rows)
     kinds = [int(kind) for kind in rows[:, 0] if kind != _UNKNOWN]
-    if config.shard_model == "auto" and (kinds[0] if kinds else _chosen(parameters, rooms, rows, group)) == _REPLICAS:
-        return None
+    if config.shard_model == "auto":
+        kind = kinds[0] if kinds else _chosen(parameters, rooms, limits, rows, group)
+        if kind == _REPLICAS:
+            return None
     if config.own_weights() is not None:
         return _by_slot(config, slots)
     earlier = rows[:, 1].copy().view(np.float64)
     if earlier.sum() > 0:
         return tuple(earlier.tolist())
     memory = _model_memory(parameters)
-    free = [max(0, int(USABLE * bytes_) - memory.gradient_bytes) for bytes_ in rooms]
+    free = [
+        min(max(0, int(USABLE * room) - memory.gradient_bytes), room if limit is None else limit)
+        for room, limit in zip(rooms, limits)
+    ]
     return own_fractions(free, [bool(stays) for stays in rows[:, 3]], memory.state_bytes)
 
 
@@ -142,7 +149,13 @@ def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ..
     return (1.0,) * len(slots)
 
 
-def _chosen(parameters: Sequence[torch.nn.Parameter], rooms: Sequence[int], rows: Rows, group: Group) -> int:
+def _chosen(
+    parameters: Sequence[torch.nn.Parameter],
+    rooms: Sequence[int],
+    limits: Sequence[int | None],
+    rows: Rows,
+    group: Group,
+) -> int:
     """What `--shard-model auto` chooses, before any speed is known: ranks count as equally fast."""
     memory = _model_memory(parameters)
     ranks = [
@@ -151,9 +164,10 @@ def _chosen(parameters: Sequence[torch.nn.Parameter], rooms: Sequence[int], rows
             Cost(0.0, 1.0, batch=1),
             room + memory.parameter_bytes,
             _LINK_BYTES_PER_S,
+            most_owned_bytes=limit,
             is_stable=bool(rows[rank, 3]),
         )
-        for rank, room in enumerate(rooms)
+        for rank, (room, limit) in enumerate(zip(rooms, limits))
     ]
     # two micro-batches on each rank: so the planner keeps room for a whole gradient, as _fractions does afterwards
     found = candidates(ranks, memory, total=2 * len(ranks))
@@ -190,14 +204,14 @@ def _room_bytes(device: torch.device) -> int:
     return host_memory.available_bytes()
 
 
-def _capped(rows: Rows) -> list[int]:
-    """The room of each rank. Ranks of one host divide its memory, and what --own-memory says, among themselves."""
+def _rooms_and_limits(rows: Rows) -> tuple[list[int], list[int | None]]:
+    """The room of each rank, and what --own-memory says. Ranks of one host divide both among themselves."""
     beside, on_host = Counter(rows[:, 4].tolist()), Counter(rows[rows[:, 6] == 0, 4].tolist())
-    rooms = []
+    rooms, limits = list[int](), list[int | None]()
     for _, _, room, _, host, most, is_gpu in rows.tolist():
-        own = room if is_gpu else room // on_host[host]
-        rooms.append(own if most < 0 else min(own, most // beside[host]))
-    return rooms
+        rooms.append(room if is_gpu else room // on_host[host])
+        limits.append(None if most < 0 else most // beside[host])
+    return rooms, limits
 
 
 def _say_who_owns(reducer: OwnedGradients, slots: Sequence[int]) -> None:

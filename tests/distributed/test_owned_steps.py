@@ -182,6 +182,23 @@ class Hiding(Net):
         return optimizer  # type: ignore[no-any-return]
 
 
+class FailsItsTrial(torch.optim.AdamW):
+    """On rank 1 it has no memory for a tensor that no parameter of the model is as large as."""
+
+    def step(self, closure: Any = None) -> Any:
+        elements = max((one.numel() for group in self.param_groups for one in group["params"]), default=0)
+        if Net.rank == 1 and elements > 1000:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+class ShortOfMemory(Net):
+    """An optimizer whose trial fails on one rank alone."""
+
+    def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return FailsItsTrial(parameter_groups, lr=0.01)
+
+
 @dataclass
 class Life:
     """What one rank saw."""
@@ -356,3 +373,12 @@ def test_a_rank_whose_share_was_empty_for_steps_begins_with_current_parameters(
     compare(lives, calm)
     shares = [tuple(row["shares"]) for row in lives[0].rows]
     assert {(10, 0), (0, 10), (7, 3)} <= set(shares)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+def test_ranks_have_the_same_cuts_though_the_optimizer_fails_its_trial_on_one_of_them(
+    shares_memory: bool, tmp_path: Path
+) -> None:
+    text = "--balance 1,1 --max-update 4"
+    calm, lives = (run(tmp_path, ShortOfMemory, text, own, shares_memory=shares_memory) for own in (None, "3,1"))
+    compare(lives, calm)
