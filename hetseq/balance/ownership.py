@@ -65,8 +65,10 @@ def cut(units: Sequence[UnitSizes], fractions: Sequence[float]) -> Ownership:
     A rank's elements over all units follow its fraction as closely as the tensors that stay whole allow. Raises
     ValueError for negative or non-finite fractions, or if none is above 0.
     """
-    if not all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions) or not math.fsum(fractions) > 0:
+    if not all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions) or not any(fractions):
         raise ValueError(f"fractions {list(fractions)}: expected finite numbers of 0 or more, at least one above 0")
+    largest = max(fractions)  # sums of the largest floats would overflow
+    fractions = [fraction / largest for fraction in fractions]
     total = math.fsum(fractions)
     # of each rank but the last: what it and those before it own
     reaches = [math.fsum(fractions[: rank + 1]) / total for rank in range(len(fractions) - 1)]

@@ -175,16 +175,16 @@ class TaggedSlices:
         then: Callable[[], None] | None = None,
         at_end: Callable[[], None] = lambda: None,
     ) -> Transfer:
+        # all memory first: what has been posted can't be taken back
+        received, copies = (
+            {place: _on_host(piece) for place, piece in pieces.items()} for pieces in (incoming, outgoing)
+        )
         tag, self._tag = self._tag, (self._tag + 1) % _TAGS
         self.sent_bytes += sum(piece.nbytes for piece in outgoing.values())
         self.received_bytes += sum(piece.nbytes for piece in incoming.values())
         with PeerErrors(what, self._deadline_s()):
-            received = {
-                source: piece if not piece.is_cuda else torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
-                for source, piece in incoming.items()
-            }
             works = [self._gloo().recv([piece], source, tag) for source, piece in received.items()]
-            sends = self._post(outgoing, tag)
+            sends = self._post(outgoing, copies, tag)
 
         def receive() -> None:
             self._await(works)
@@ -201,8 +201,10 @@ class TaggedSlices:
         for work in works:
             work.wait(timedelta(seconds=self._deadline_s()))
 
-    def _post(self, outgoing: dict[int, torch.Tensor], tag: int) -> Callable[[], list[dist.Work]]:
-        """Post the outgoing messages; the result waits until they are posted.
+    def _post(
+        self, outgoing: dict[int, torch.Tensor], copies: dict[int, torch.Tensor], tag: int
+    ) -> Callable[[], list[dist.Work]]:
+        """Post the outgoing messages, from `copies` on the host; the result waits until they are posted.
 
         gloo sends from host memory only, so slices on a GPU are copied first, beside the thread that computes.
         """
@@ -214,9 +216,7 @@ class TaggedSlices:
             stream, computed = torch.cuda.Stream(device), torch.cuda.current_stream(device).record_event()
             with torch.cuda.stream(stream):
                 stream.wait_event(computed)
-                copies = {}
                 for target, piece in outgoing.items():
-                    copies[target] = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
                     copies[target].copy_(piece, non_blocking=True)
                     piece.record_stream(stream)
                 copied = stream.record_event()
@@ -231,6 +231,11 @@ class TaggedSlices:
     def _gloo(self) -> dist.ProcessGroup:
         assert self._transport is not None, "a world of one sends nothing"
         return self._transport()
+
+
+def _on_host(piece: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for a slice: its own, or new memory that a GPU can copy from and to."""
+    return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True) if piece.is_cuda else piece
 
 
 def _rounded_up(elements: int) -> int:

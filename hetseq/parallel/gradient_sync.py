@@ -359,11 +359,8 @@ class GradientReducer(Gradients):
         """Move or add the gradient that has arrived into its bucket."""
         assert parameter.grad is not None
         # outside the bucket: the first of the step, or forward replaced .grad; otherwise autograd wrote it there
-        if parameter.grad.data_ptr() != view.data_ptr():
-            if self.used[index]:
-                view.add_(parameter.grad)
-            else:
-                view.copy_(parameter.grad)
+        if parameter.grad.is_sparse or parameter.grad.data_ptr() != view.data_ptr():
+            take_in_(view, parameter.grad, is_first=not self.used[index])
         parameter.grad = view
 
     def _lend(self, index: int) -> torch.Tensor | None:
@@ -409,10 +406,7 @@ class WideReducer(GradientReducer):
 
     def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
         assert parameter.grad is not None
-        if self.used[index]:
-            add_converted_(view, parameter.grad)
-        else:
-            view.copy_(parameter.grad)
+        take_in_(view, parameter.grad, is_first=not self.used[index])
         parameter.grad = None  # so that autograd does not add the next one to it
 
     def _keep(self, index: int, view: torch.Tensor) -> None:
@@ -442,6 +436,16 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
         if tensor.numel()
         for value in map(torch.Tensor.item, tensor.aminmax())
     )
+
+
+def take_in_(total: torch.Tensor, gradient: torch.Tensor, *, is_first: bool) -> None:
+    """Write the first gradient of a step over what `total` holds, or add a later one; either may be sparse."""
+    if not is_first:
+        add_converted_(total, gradient)
+    elif gradient.is_sparse:
+        total.zero_().add_(gradient)
+    else:
+        total.copy_(gradient)
 
 
 def add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from hetseq.comm.group import Group
 from hetseq.comm.slices import SliceExchange, Transfer
 from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_memory import lending
-from hetseq.parallel.gradient_sync import Pause, add_converted_, are_finite, buckets_of, norm_of
+from hetseq.parallel.gradient_sync import Pause, are_finite, buckets_of, norm_of, take_in_
 from hetseq.parallel.parameter_copies import CopiedUnit, ParameterCopies
 from hetseq.system.processes import return_freed_memory
 
@@ -318,11 +318,8 @@ class OwnedGradients:
         """Move or add the gradient that has arrived into the memory of its unit."""
         gradient, view = parameter.grad, self._room(index)
         assert gradient is not None
-        if gradient.data_ptr() != view.data_ptr() or gradient.is_sparse:  # else it was computed there
-            if self.used[index]:
-                add_converted_(view, gradient)
-            else:
-                view.copy_(gradient)
+        if gradient.is_sparse or gradient.data_ptr() != view.data_ptr():  # else it was computed there
+            take_in_(view, gradient, is_first=not self.used[index])
         parameter.grad = view if view.dtype == parameter.dtype else None
 
     def _room(self, index: int) -> torch.Tensor:

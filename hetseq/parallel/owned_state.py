@@ -6,8 +6,7 @@ groups gets the fragments that this rank owns in their place (`OwnedState`), and
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,9 @@ from hetseq.checkpoint import Held as HeldTensor
 from hetseq.checkpoint import TensorSlice
 from hetseq.comm.group import Group
 from hetseq.errors import ConfigError, TaskError
+from hetseq.parallel.optimizer_trial import inner_optimizers, try_out, walk
 from hetseq.parallel.owned_gradients import Fragment, OwnedGradients
 from hetseq.parallel.state_move import Held, move
-
-# Elements of the tensor with which an optimizer is tried, and where it is cut: both fill whole vectors. Fused kernels
-# compute the rest of a tensor by other instructions (measured: AdamW on a CPU, 1 unit in the last place apart).
-_TRIED = 4096
-_CUT_AT = 1536
-_DEEPEST = 3
 
 
 class OwnedState:
@@ -47,10 +41,12 @@ class OwnedState:
         self.fraction = 0.0  # of the state, in relation to other ranks
         self.cut = 0  # the generation that cut the state as it is held
         self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements
-        _refuse_hidden_parameters(optimizer, self.names)
+        _refuse_foreign_parameters(optimizer, self.names)
         self._counted = (0, 0)  # parameters whose state has begun, and what `bytes` found then
+        manner = try_out(optimizer)
         #: whether parameters may be cut anywhere
-        self.is_elementwise = is_elementwise(optimizer)
+        self.is_elementwise = manner.is_elementwise
+        self._common_keys = manner.common_keys
 
     def group_of(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """The optimizer's group of each parameter of the model, also where this rank owns nothing of it."""
@@ -91,7 +87,7 @@ class OwnedState:
             for key, value in self.optimizer.state.get(one.owned, {}).items():
                 if not isinstance(value, torch.Tensor):
                     numbers[f"optim.{name}.{key}"] = value
-                elif value.dim() and value.shape == one.owned.shape:
+                elif self._is_divided(key, value, one.owned):
                     tensors[f"optim.{name}.{key}"] = _slice_of(value.detach(), one)
                 else:
                     tensors[f"optim.{name}.{key}"] = value.detach()
@@ -105,7 +101,8 @@ class OwnedState:
             name = rest if kind == "model" else rest.rpartition(".")[0] if kind == "optim" else ""
             if name not in self._by_name or not self._by_name[name].numel():
                 continue
-            one, is_divided = self.fragments.get(name), like.dim() > 0 and like.shape == self._by_name[name].shape
+            one, key = self.fragments.get(name), full_name.rpartition(".")[2] if kind == "optim" else ""
+            is_divided = self._is_divided(key, like, self._by_name[name])
             if one is None:
                 found[full_name] = []
             elif is_divided:
@@ -124,13 +121,18 @@ class OwnedState:
         if fragment is None:
             return
         is_slices = not isinstance(value, torch.Tensor) and isinstance(value, (list, tuple))
-        if is_slices or (isinstance(value, torch.Tensor) and value.dim() and value.shape == fragment.parameter.shape):
+        if is_slices or self._is_divided(key, value, fragment.parameter):
             value = _part_of(value, fragment)
             value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
         elif isinstance(value, torch.Tensor):
             is_fused = bool(self.group_of()[fragment.parameter].get("fused"))
             value = value.to(fragment.owned.device) if value.dim() or is_fused else value
         self.optimizer.state[fragment.owned][key] = value
+
+    def _is_divided(self, key: str, value: Any, like: torch.Tensor) -> bool:
+        """Whether a value of the state has an element for each of the parameter's, of which `like` is all or a part."""
+        is_alike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
+        return is_alike and key not in self._common_keys
 
     def adopt_(self, reducer: OwnedGradients, *, cut: int) -> None:
         """Put the fragments of this rank into the optimizer's groups; state that exists is cut accordingly.
@@ -139,7 +141,10 @@ class OwnedState:
         """
         whole = {index: dict(self.optimizer.state.get(one, {})) for one, index in self._places.items()}
         state = {
-            index: {key: _cut_out(value, fragment) for key, value in whole[index].items()}
+            index: {
+                key: _cut_out(value, fragment) if self._is_divided(key, value, fragment.parameter) else value
+                for key, value in whole[index].items()
+            }
             for index, fragment in reducer.own_fragments.items()
         }
         self._put_in(reducer, state, cut)
@@ -158,8 +163,12 @@ class OwnedState:
     def _put_in(self, reducer: OwnedGradients, state: Mapping[int, Mapping[str, Any]], cut: int) -> None:
         groups, own = self.optimizer.param_groups, reducer.own_fragments
         for group, members in zip(groups, self._members):
-            places = (self._places[one] for one in members)
-            group["params"][:] = [own[place].owned for place in places if place in own]
+            places = [self._places.get(one) for one in members]  # None: it was frozen before, and stays in its group
+            group["params"][:] = [
+                one if place is None else own[place].owned
+                for one, place in zip(members, places)
+                if place is None or place in own
+            ]
         for parameter in list(self.optimizer.state):
             del self.optimizer.state[parameter]
         group_of = self.group_of()
@@ -198,108 +207,55 @@ def _part_of(value: torch.Tensor | Sequence[TensorSlice], fragment: Fragment) ->
     return flat.view(fragment.owned.shape)
 
 
-def _cut_out(value: Any, fragment: Fragment) -> Any:
-    """A value of a whole parameter's state as a fragment's: tensors of its shape are cut, others are kept."""
-    if not isinstance(value, torch.Tensor) or value.shape != fragment.parameter.shape or not value.dim():
-        return value
+def _cut_out(value: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    """The elements of a fragment, from a tensor with an element for each of the whole parameter's."""
     if value.shape == fragment.owned.shape:
         return value
     return value.reshape(-1)[fragment.begin : fragment.end].clone()
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer updates each element by itself, so that a parameter may be cut anywhere.
-
-    It is asked, not looked up: two updates of one tensor, and of the same numbers in two pieces, give equal bits only
-    if no element depends on another one. An optimizer that refuses such a tensor is not elementwise. Asked of a copy,
-    with the settings of each of its groups. Any rank, alone; all give the same answer.
-    """
-    return all(_is_elementwise(optimizer, place) for place in range(len(optimizer.param_groups)))
-
-
-def _is_elementwise(optimizer: torch.optim.Optimizer, place: int) -> bool:
-    like = optimizer.param_groups[place]["params"][0]
-    generator = torch.Generator().manual_seed(1)
-    start, *gradients = (torch.randn(_TRIED, generator=generator).to(like.device, like.dtype) for _ in range(3))
-    results = []
-    for cuts in ([_TRIED], [_CUT_AT, _TRIED - _CUT_AT]):
-        parts = [torch.nn.Parameter(piece.clone()) for piece in start.split(cuts)]
-        trial = _trial_of(optimizer, place, parts)
-        try:
-            for gradient in gradients:
-                for part, piece in zip(parts, gradient.split(cuts)):
-                    part.grad = piece.clone()
-                trial.step()
-        except (RuntimeError, ValueError, TypeError, LookupError, AssertionError):
-            return False
-        results.append(torch.cat([part.detach() for part in parts]))
-    return torch.equal(*results)
-
-
-def _trial_of(optimizer: torch.optim.Optimizer, place: int, parts: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """A copy of the optimizer that trains `parts` in the group of this place, and nothing else."""
-    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    like = optimizer.param_groups[place]["params"][0]
-    trial: torch.optim.Optimizer = object.__new__(type(optimizer))  # by its own copy it would lose attributes
-    vars(trial).update(copy.deepcopy(vars(optimizer), {id(parameter): parameter for parameter in members}))
-    trial._optimizer_step_pre_hooks.clear()
-    trial._optimizer_step_post_hooks.clear()
-    begun = dict(trial.state.get(like, {}))  # of optimizers that begin it before their first step
-    for parameter in list(trial.state):
-        del trial.state[parameter]
-    for number, group in enumerate(trial.param_groups):
-        group["params"][:] = parts if number == place else []
-    for part in parts if begun else ():
-        trial.state[part] = {
-            key: value.flatten()[:1].expand(part.shape).clone()
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == like.shape
-            else copy.copy(value)
-            for key, value in begun.items()
-        }
-    return trial
-
-
-def _refuse_hidden_parameters(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Raise ConfigError for an optimizer that keeps parameters of the model besides those in its groups.
-
-    It would read or write copies that are out of date.
-    """
+def _refuse_foreign_parameters(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise ConfigError for an optimizer that has other trained parameters than the model, or keeps the model's besides
+    those in its groups: it would read or write copies that are out of date."""
     known = {id(parameter): name for parameter, name in names.items()}
-    groups = {id(group["params"]) for group in optimizer.param_groups}
-
-    def look(value: Any, depth: int) -> Iterator[str]:
-        if id(value) in known:
-            yield known[id(value)]
-        elif depth and isinstance(value, Mapping):
-            for item in value.values():
-                yield from look(item, depth - 1)
-        elif depth and isinstance(value, (list, tuple, set)) and id(value) not in groups:
-            for item in value:
-                yield from look(item, depth - 1)
-
-    for attribute, value in vars(optimizer).items():
-        if attribute not in ("param_groups", "state") and (found := next(look(value, _DEEPEST), None)):
-            raise ConfigError(
-                f"--shard-model state: {type(optimizer).__name__} keeps {found} in its attribute {attribute}, besides"
-                " its groups; a rank updates only what it owns, so the optimizer must use the parameters of its groups:"
-                " change it, or use --shard-model none"
-            )
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"--shard-model state: {name} has a parameter of shape {tuple(parameter.shape)} that is not in the"
+                    " model: register it there, or use --shard-model none"
+                )
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+    for one in (optimizer, *inner_optimizers(optimizer)):
+        for attribute, kept in vars(one).items():
+            if attribute == "state":
+                continue
+            if attribute == "param_groups":
+                kept = [{k: v for k, v in group.items() if k != "params" or id(v) not in lists} for group in kept]
+            for value in walk(kept):
+                parameters = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
+                if found := next((known[id(parameter)] for parameter in parameters if id(parameter) in known), None):
+                    raise ConfigError(
+                        f"--shard-model state: {name} keeps {found} in {type(one).__name__}.{attribute}, besides its"
+                        " groups; a rank updates only what it owns, so the optimizer must use the parameters of its"
+                        " groups: change it, or use --shard-model none"
+                    )
 
 
 class RefusingParameters(TorchFunctionMode):
-    """Context in which the use of a trained parameter raises TaskError: it may be out of date on this rank."""
+    """Context in which the use of a trained parameter raises TaskError: it may be out of date on this rank.
 
-    def __init__(self, names: Mapping[torch.nn.Parameter, str], where: str) -> None:
+    `reason` ends the message, which begins with the name of the parameter.
+    """
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str], where: str, reason: str) -> None:
         super().__init__()
-        self._names, self._where = {id(parameter): name for parameter, name in names.items()}, where
+        self._names, self._where, self._reason = {id(one): name for one, name in names.items()}, where, reason
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             for one in value if isinstance(value, (list, tuple)) else (value,):
                 if id(one) in self._names:
-                    raise TaskError(
-                        f"{self._where} uses {self._names[id(one)]}, but with --shard-model state a rank gets the new"
-                        " parameters at the start of the next step: use after_step, which sees whole parameters, or"
-                        " --shard-model none"
-                    )
+                    raise TaskError(f"{self._where} uses {self._names[id(one)]}, but {self._reason}")
         return func(*args, **(kwargs or {}))

@@ -51,7 +51,8 @@ class Replica:
         self.owned = owned
         self._is_first_update = True
         self._groups: list[dict[str, Any]] = []  # of the optimizer, by parameter
-        self._by_name = dict(trained_parameters(model))
+        trained = trained_parameters(model) if owned is None else [(name, one) for one, name in owned.names.items()]
+        self._by_name = dict(trained)
         self._names = {parameter: name for name, parameter in self._by_name.items()}
 
     def set_learning_rate(self, rate: float) -> None:
@@ -71,7 +72,12 @@ class Replica:
 
         `where` names the code inside it, for the message.
         """
-        return nullcontext() if self.owned is None else RefusingParameters(self.owned.names, where)
+        if self.owned is None:
+            return nullcontext()
+        return RefusingParameters(
+            self.owned.names, where, "with --shard-model state a rank gets the new parameters at the start of the next"
+            " step: use after_step, which sees whole parameters, or --shard-model none",
+        )  # fmt: skip
 
     def arriving(self, pause: Pause) -> AbstractContextManager[object]:
         """Context of a forward: no parameter is used before it has arrived. Waits happen in `pause()`."""
@@ -85,7 +91,15 @@ class Replica:
         if self._is_first_update:
             memory.release(next(iter(self._names)).device)
             self._is_first_update = False
-        self.optimizer.step()
+        if self.owned is None:
+            self.optimizer.step()
+            return
+        name = f"{type(self.optimizer).__name__}.step"
+        reason = (
+            "with --shard-model state an optimizer may use the parameters in its groups only: use --shard-model none"
+        )
+        with RefusingParameters(self.owned.names, name, reason):
+            self.optimizer.step()
 
     def state_bytes(self) -> int:
         """Approximate bytes of a checkpoint: each parameter and two optimizer tensors of its size."""

@@ -65,7 +65,9 @@ def make_reducer(
     `before` is None on a rank that has no state yet. In a later generation the parts have yet to move
     (`Replica.take_over_parts`). Raises ConfigError if the ranks have no room for the state.
     """
-    names = {parameter: name for name, parameter in trained_parameters(model)}
+    earlier = None if before is None else before.owned
+    # what has owners does not change when a task freezes some of it
+    names = earlier.names if earlier else {parameter: name for name, parameter in trained_parameters(model)}
     bucket_bytes = int(config.bucket_cap_mb * _MIB)
     fractions = None
     if config.shard_model != "none":
@@ -74,7 +76,7 @@ def make_reducer(
         return gradients_of(
             list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
         ), None  # fmt: skip
-    owned = before.owned if before is not None and before.owned is not None else OwnedState(optimizer, names)
+    owned = earlier or OwnedState(optimizer, names)
     owned.earlier = owned.held()
     # where memory is short, an optimizer may fail its trial on one rank alone, and all ranks need the same cuts
     may_cut = group.all_gather_rows(np.array([owned.is_elementwise], np.int64))  # (world_size, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,29 +13,8 @@ from torch import nn
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.owned_gradients import OwnedGradients
-from hetseq.parallel.owned_state import OwnedState, RefusingParameters, is_elementwise
-from hetseq.training.muon import Muon
-from hetseq.training.optim import Lamb
-
-Make = Callable[..., torch.optim.Optimizer]
-ELEMENTWISE: dict[str, Make] = {
-    "adamw fused": lambda groups: torch.optim.AdamW(groups, fused=True),
-    "adamw foreach": lambda groups: torch.optim.AdamW(groups, foreach=True),
-    "adamw amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
-    "sgd momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
-    "adadelta": torch.optim.Adadelta,
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, momentum=0.9, centered=True),
-    "adagrad": torch.optim.Adagrad,
-    "nadam": torch.optim.NAdam,
-    "adamax": torch.optim.Adamax,
-    "rprop": torch.optim.Rprop,
-}
-WHOLE: dict[str, Make] = {
-    "lamb": Lamb,
-    "adafactor": torch.optim.Adafactor,
-    "muon": lambda groups: Muon([{**group, "use_muon": True} for group in groups]),
-}
+from hetseq.parallel.owned_state import OwnedState, RefusingParameters
+from tests.unit.parallel.test_optimizer_trial import ELEMENTWISE, Make
 
 
 class Net(nn.Module):
@@ -80,38 +58,6 @@ def owning(
         yield reducer
     finally:
         reducer.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", list(ELEMENTWISE))
-def test_an_optimizer_of_single_elements_lets_parameters_be_cut(kind: str, dtype: torch.dtype) -> None:
-    assert is_elementwise(ELEMENTWISE[kind]([{"params": [nn.Parameter(torch.ones(5, 4, dtype=dtype))]}]))
-
-
-@pytest.mark.parametrize("kind", list(WHOLE))
-def test_an_optimizer_of_whole_tensors_does_not(kind: str) -> None:
-    optimizer = WHOLE[kind]([{"params": [nn.Parameter(torch.ones(5, 4))]}])
-    assert not is_elementwise(optimizer)
-    # one group of several decides; and it is asked of a copy
-    both = [{"params": [nn.Parameter(torch.ones(5))]}, {"params": [nn.Parameter(torch.ones(3, 2))]}]
-    lamb = Lamb([{**both[0], "has_trust_ratio": False}, {**both[1], "has_trust_ratio": True}])
-    assert not is_elementwise(lamb)
-    assert not lamb.state
-    assert all(bool((one == 1).all()) for group in lamb.param_groups for one in group["params"])
-    lamb.param_groups[1]["has_trust_ratio"] = False
-    assert is_elementwise(lamb), "the twin: it is AdamW then"
-
-
-def test_the_answer_does_not_depend_on_settings() -> None:
-    """The last elements of a tensor, which fill no vector, may be rounded otherwise than the others."""
-    settings = itertools.product(
-        (1e-2, 3e-3, 1e-3, 1e-4), ((0.9, 0.999), (0.9, 0.98), (0.8, 0.95)), (0, 0.01, 0.05, 0.1)
-    )
-    for rate, betas, decay in settings:
-        optimizer = torch.optim.AdamW(
-            [nn.Parameter(torch.ones(7))], lr=rate, betas=betas, weight_decay=decay, fused=True
-        )  # fmt: skip
-        assert is_elementwise(optimizer), f"{rate}, {betas}, {decay}"
 
 
 def trained(model: nn.Module, make: Make, steps: int = 2) -> torch.optim.Optimizer:
@@ -237,17 +183,22 @@ def test_a_whole_tensor_in_another_memory_order_has_one_owner() -> None:
     assert not any("empty" in one for one in sizes)
 
 
-@pytest.mark.parametrize("how", ["itself", "list", "mapping", "deep mapping"])
+@pytest.mark.parametrize("how", ["itself", "list", "mapping", "deep mapping", "key", "module", "other groups", "group"])
 def test_an_optimizer_that_hides_parameters_is_refused(how: str) -> None:
     model = Net()
     optimizer: Any = adamw([{"params": list(model.parameters())}])
     OwnedState(optimizer, names_of(model))  # the twin
     hidden = {
         "itself": model.first, "list": [torch.ones(1), model.first], "mapping": {"slow": model.first},
-        "deep mapping": {"slow": [{"weights": model.first}]},
+        "deep mapping": {"slow": [{"weights": model.first}]}, "key": {model.first: "first"}, "module": [model],
+        "other groups": torch.optim.SGD([model.first], lr=0.1),
     }  # fmt: skip
-    optimizer.copy = hidden[how]
-    with pytest.raises(ConfigError, match="AdamW keeps first in its attribute copy, besides its groups"):
+    place = "SGD.param_groups" if how == "other groups" else "AdamW.param_groups" if how == "group" else "AdamW.copy"
+    if how == "group":
+        optimizer.param_groups[0]["first of all"] = model.first
+    else:
+        optimizer.copy = hidden[how]
+    with pytest.raises(ConfigError, match=f"AdamW keeps first in {place}, besides its groups"):
         OwnedState(optimizer, names_of(model))
 
 
@@ -263,7 +214,24 @@ def test_a_parameter_that_may_be_out_of_date_cannot_be_used() -> None:
     ]
     for use in uses:
         use()  # the twin
-        with RefusingParameters(names_of(model), "Toy.update_step"):
+        with RefusingParameters(names_of(model), "Toy.update_step", "it may be out of date"):
             assert (other + 1).shape == (4,)
-            with pytest.raises(TaskError, match=r"^Toy\.update_step uses bias, but with --shard-model state"):
+            with pytest.raises(TaskError, match=r"^Toy\.update_step uses bias, but it may be out of date$"):
                 use()
+
+
+def test_frozen_parameters_stay_in_their_groups_and_foreign_ones_are_refused() -> None:
+    model = Net()
+    model.bias.requires_grad_(False)
+    optimizer = adamw([{"params": list(model.parameters())}, {"params": []}])
+    names = {parameter: name for parameter, name in names_of(model).items() if parameter.requires_grad}
+    owned = OwnedState(optimizer, names)
+    reducer = OwnedGradients(list(names), OneOf(0, 2), fractions=(1, 1), bucket_bytes=1 << 20)
+    owned.adopt_(reducer, cut=0)
+    members = optimizer.param_groups[0]["params"]
+    assert [one for one in members if not one.requires_grad] == [model.bias]
+    assert {id(one) for one in members if one.requires_grad} == {id(one.owned) for one in reducer.fragments}
+    reducer.close()
+    names.popitem()
+    with pytest.raises(ConfigError, match=r"AdamW has a parameter of shape \(1, 3, 2, 4\) that is not in the model"):
+        OwnedState(adamw([{"params": list(model.parameters())}]), names)
