@@ -281,7 +281,9 @@ class RankLife:
             level, "%s: all ranks go back to the newest state in memory or on disk [state-lost]", generation.lost
         )  # fmt: skip
         config = _as_for_a_restart(self._config)
-        self._material = load_material(config, torch.device(self._placement.device))
+        # a script cannot run twice in a process; one that comes here has just begun
+        if self._material.own_loop is None:
+            self._material = load_material(config, torch.device(self._placement.device))
         return config
 
     def _sum_up(self, session: Session, *, start_s: float | None) -> None:
