@@ -277,11 +277,14 @@ class RankLife:
         Returns the config by which the run continues from its newest state.
         """
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
-        logger.log(
-            level, "%s: all ranks continue from the newest state in memory or on disk [state-lost]", generation.lost
-        )  # fmt: skip
+        text = "%s: all ranks continue from the newest state in memory or on disk [state-lost]"
+        if self._config.checkpoint.no_save:
+            text = "%s: all ranks begin again where this start began, since --no-save keeps no state [state-lost]"
+        logger.log(level, text, generation.lost)
         config = _as_for_a_restart(self._config)
-        self._material = load_material(config, torch.device(self._placement.device))
+        # a script cannot run twice in a process; one that comes here has just begun
+        if self._material.own_loop is None:
+            self._material = load_material(config, torch.device(self._placement.device))
         return config
 
     def _sum_up(self, session: Session, *, start_s: float | None) -> None:

@@ -45,7 +45,7 @@ from hetseq.run.after_step import AfterStep, StatusFiles
 from hetseq.run.checkpointing import Provenance, Saver, saved_batch
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.loaded_task import LoadedTask
-from hetseq.run.owners import OwnersOfBefore, make_reducer
+from hetseq.run.owners import OwnersOfBefore, make_reducer, warn_of_no_save
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
 from hetseq.run.recipe import changes, recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
@@ -372,6 +372,8 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
         _warn_of_batch_norm(controller)
     if start.beginning is None and job.is_first and job.group.rank == 0:
         log_again(job.material.start_notes)
+    if job.config.checkpoint.no_save and job.is_first and job.group.rank == 0:
+        warn_of_no_save(controller.replica.owned, controller.group)
     if job.material.trial.carried and job.is_first and job.group.rank == 0:
         _warn_of_carried_state(job.material.trial.carried)
 

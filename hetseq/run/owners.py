@@ -95,6 +95,15 @@ def make_reducer(
     return reducer, owned
 
 
+def warn_of_no_save(owned: OwnedState | None, group: Group) -> None:
+    """Log what the loss of an owner means for a run that saves nothing."""
+    if owned is not None and group.world_size > 1:
+        logger.warning(
+            "--no-save keeps no state: if a rank that owns a part of it is lost, all ranks begin again where this start"
+            " began; leave --no-save out, or give every rank the whole state with --shard-model none"
+        )
+
+
 def _fractions(
     parameters: Sequence[torch.nn.Parameter],
     group: Group,

@@ -1,0 +1,234 @@
+"""Ranks that are killed in every phase of a step with owners: a rank that owned nothing costs one step.
+
+Three ranks: rank 0 owns and computes, rank 1 computes and owns nothing, rank 2 owns and computes. Each replacement of
+the victim is killed in the next phase, so that one run shows all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetseq.testing import Faults
+from tests.chaos.runs import Chaos, Outcome, verdict
+from tests.support.nightly import nightly
+from tests.support.watched import Computed, read_computed, write_task
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+STEPS, CURVE = 100, 1e-12
+#: phases of a step, each with the steps, counted from that of the kill, after which the others may continue: a verdict
+#: that the rank has seen last may be on its way to the others, until they give that up with the step
+PHASES = {
+    "count": (-2, -1), "forward_backward": (-1,), "reduce": (-1,), "commit": (-1,),
+    "transfer": (-1,), "clip": (-1, 0), "optimizer": (-1, 0), "boundary": (-1, 0), "snapshot": (-1, 0),
+}  # fmt: skip
+NO_SAVE = "--no-save keeps no state: if a rank that owns a part of it is lost, all ranks begin again where"
+
+
+def one_after_the_other(victim: int, *, nth: int) -> Faults:
+    """Each process in that slot is killed in another phase, the nth time that it passes it."""
+    faults = Faults()
+    for incarnation, phase in enumerate(phase for phase in PHASES if phase != "transfer"):
+        faults = faults.kill(rank=victim).at(phase=phase, nth=nth, incarnation=incarnation)
+    return faults
+
+
+class Run:
+    """A run with owners and kills, and what it has left."""
+
+    def __init__(self, chaos: Chaos, folder: Path, faults: Faults, *, task: dict[str, Any], **options: Any) -> None:
+        name, diary = write_task(folder / "watched", computing=3, **task), folder / "diary"
+        self.found = chaos.run(
+            faults=faults.diary(diary).text(), task=name, ranks=3, steps=STEPS, balance="5,4,3", shard_model="state",
+            bucket_cap_mb="0.0001", step_deadline=60, **options,
+        )  # fmt: skip
+        self.said = self.found.said
+        lines = diary.read_text().splitlines() if diary.exists() else []
+        self.kills = [json.loads(line) for line in lines]
+        assert len(self.kills) == len(faults.faults), f"not all kills have happened: {self.kills}\n{self.said}"
+        self.losses = [event for event in self.found.events if "was killed (SIGKILL" in event.get("story", "")]
+        assert "fell silent" not in self.said
+        self.computed = read_computed(folder / "watched")
+
+    def check_curve(self, calm: Calm) -> None:
+        """The curve and the parameters at the end are those of one device."""
+        assert verdict(self.found, calm.outcome) == ""
+        self.check_losses(calm)
+        assert NO_SAVE not in self.said
+
+    def check_losses(self, calm: Calm) -> None:
+        """Each step was made once, with the loss of one device."""
+        pairs = list(zip(self.found.rows, calm.outcome.rows, strict=True))
+        assert all(row["step"] == right["step"] for row, right in pairs)
+        worst = max(abs(row["loss"] - right["loss"]) / abs(right["loss"]) for row, right in pairs)
+        assert worst <= CURVE, f"{worst:.1e}"
+
+
+@dataclass(frozen=True)
+class Calm:
+    """The run of one device, undisturbed."""
+
+    outcome: Outcome
+    samples_of: list[set[int]]  # of each step
+
+
+@pytest.fixture(scope="module")
+def calm(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    folder = tmp_path_factory.mktemp("calm") / "watched"
+    outcome = chaos.run(ranks=1, steps=STEPS, task=write_task(folder, computing=1))
+    assert outcome.code == 0, outcome.said
+    (computed,) = read_computed(folder)
+    (forwards,) = computed.lives
+    assert len(forwards) == STEPS
+    return Calm(outcome, [set(numbers) for numbers in forwards])
+
+
+def check_survivors(computed: list[Computed], kills: list[dict[str, Any]], samples_of: list[set[int]]) -> Counter[int]:
+    """Two processes have computed in all steps; how often each step was begun by the one that began it most often."""
+    assert len(computed) == 3 + len(kills)
+    lives = [one.steps(samples_of) for one in computed if one.pid not in {kill["pid"] for kill in kills}]
+    survivors = [steps for (steps,) in lives if steps[0] == 1]
+    assert len(survivors) == 2
+    assert all(sorted(set(steps)) == list(range(1, STEPS + 1)) for steps in survivors)
+    begun = Counter[int]()
+    for steps in survivors:
+        begun |= Counter(steps)
+    return begun
+
+
+def check_each_costs_one_step(run: Run, calm: Calm) -> None:
+    """The others continued with the step under way, as the same processes."""
+    run.check_curve(calm)
+    assert len(run.losses) == len(run.kills), run.said
+    for kill, loss in zip(run.kills, run.losses, strict=True):
+        assert loss["step"] - kill["step"] in PHASES[kill["phase"]], (kill, loss)
+    assert not any("lost" in loss for loss in run.losses)
+    assert {loss["state_bytes"] for loss in run.losses} == {0}
+    begun = check_survivors(run.computed, run.kills, calm.samples_of)
+    assert max(begun.values()) <= 2
+    assert {step for step, times in begun.items() if times > 1} <= {loss["step"] + 1 for loss in run.losses}
+
+
+def check_each_goes_back(run: Run, calm: Calm) -> None:
+    """The others went back to the newest state each time, and said so."""
+    run.check_curve(calm)
+    assert len(run.losses) == len(run.kills), run.said
+    for kill, loss in zip(run.kills, run.losses, strict=True):
+        assert loss["lost"].startswith(f"rank {kill['slot']} owned ")
+        assert loss["lost"].endswith(" % of the state, and no other rank holds it")
+        assert loss["step"] <= kill["step"]
+    assert run.said.count("all ranks go back to the newest state in memory or on disk [state-lost]") == len(run.kills)
+    newest, losses = 0, iter(run.losses)
+    for event in run.found.events:
+        if event["event"] == "save":
+            newest = max(newest, event["step"])
+        elif "lost" in event:
+            loss = next(losses)
+            assert loss is event
+            assert newest <= loss["step"]
+    assert newest > 0
+    assert len(run.computed) == 3 + len(run.kills), "the others are the same processes"
+
+
+SAVING = {"save_interval_updates": 5, "no_epoch_checkpoints": True}
+shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@shared_or_not
+@pytest.mark.parametrize(
+    ("own", "victim"), [("2,0,1", 1), *nightly(("0,2,1", 0), is_many=True)], ids=lambda value: str(value)
+)
+def test_a_rank_that_owns_nothing_costs_one_step_wherever_it_is_killed(
+    own: str, victim: int, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults = one_after_the_other(victim, nth=2)
+    run = Run(chaos, tmp_path, faults, own=own, task={"shares_memory": shares_memory}, **SAVING)
+    check_each_costs_one_step(run, calm)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@shared_or_not
+@pytest.mark.parametrize(("own", "victim"), [("2,0,1", 2), *nightly(("2,0,1", 0), is_many=True)])
+def test_an_owner_sends_all_back_to_the_newest_state_wherever_it_is_killed(
+    own: str, victim: int, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults = one_after_the_other(victim, nth=6)
+    run = Run(chaos, tmp_path, faults, own=own, task={"shares_memory": shares_memory}, **SAVING)
+    check_each_goes_back(run, calm)
+
+
+@pytest.mark.fault("FT-1")
+@shared_or_not
+def test_a_kill_between_two_units_of_new_parameters_spoils_none(
+    shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    kinds, place = {"shares_memory": shares_memory, "has_place_in_gather": True}, {"phase": "transfer", "nth": 2}
+    faults = Faults().kill(rank=1).at(step=8, **place)
+    check_each_costs_one_step(Run(chaos, tmp_path / "a", faults, own="2,0,1", task=kinds, **SAVING), calm)
+    faults = Faults().kill(rank=2).at(step=8, **place).kill(rank=0).at(step=30, **place)
+    check_each_goes_back(Run(chaos, tmp_path / "b", faults, own="2,0,1", task=kinds, **SAVING), calm)
+
+
+ONE = Faults()
+#: kills in the phases of a recovery, and whether an owner is among the victims
+RECOVERIES = {
+    "an owner, while it recovers": (ONE.kill(rank=1).at(step=8, phase="reduce").kill(rank=2).at(phase="regroup"), True),
+    "an owner that gives parts": (ONE.kill(rank=1).at(step=8, phase="reduce").kill(rank=2).at(phase="transfer"), True),
+    "replacements of a rank that owns nothing": (
+        ONE.kill(rank=1).at(step=8, phase="reduce")
+        .kill(rank=1).at(phase="join", incarnation=1)
+        .kill(rank=1).at(phase="form", incarnation=2)
+        .kill(rank=1).at(phase="transfer", incarnation=3)
+        .kill(rank=1).at(phase="loading", incarnation=4),
+        False,
+    ),
+    "replacements of an owner": (
+        ONE.kill(rank=2).at(step=8, phase="reduce")
+        .kill(rank=2).at(phase="join", incarnation=1)
+        .kill(rank=2).at(phase="form", incarnation=2)
+        .kill(rank=2).at(phase="loading", incarnation=3)
+        .kill(rank=0).at(phase="form", nth=4),
+        True,
+    ),
+    "both owners in the same instant": (
+        ONE.kill(rank=0).at(step=8, phase="commit").kill(rank=2).at(step=8, phase="commit"), True,
+    ),
+}  # fmt: skip
+
+
+OFTEN = ["an owner that gives parts", "replacements of an owner"]
+
+
+@pytest.mark.fault("FT-21")
+@pytest.mark.parametrize("shares_memory", [True, *nightly(False)])
+@pytest.mark.parametrize("name", [*OFTEN, *nightly(*(name for name in RECOVERIES if name not in OFTEN))])
+def test_kills_while_the_others_recover(
+    name: str, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults, has_owner = RECOVERIES[name]
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task={"shares_memory": shares_memory}, **SAVING)
+    run.check_curve(calm)
+    assert any("lost" in event for event in run.found.events) == has_owner
+    assert ("[state-lost]" in run.said) == has_owner
+
+
+@pytest.mark.fault("FT-1")
+def test_a_run_with_owners_that_saves_nothing_says_so_and_begins_again(
+    chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults = Faults().kill(rank=2).at(step=20, phase="reduce")
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task={}, no_save=True)
+    run.check_losses(calm)
+    (loss,) = run.losses
+    assert (loss["step"], loss["lost"]) == (0, "rank 2 owned 33.3 % of the state, and no other rank holds it")
+    assert NO_SAVE in run.said[: run.said.index("rank 2 owned 33.3 %")], "at the start"
+    assert "all ranks begin again where this start began, since --no-save keeps no state [state-lost]" in run.said
+    replicas = chaos.run(ranks=2, steps=2, no_save=True)
+    assert (replicas.code, NO_SAVE in replicas.said) == (0, False)

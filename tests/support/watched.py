@@ -1,0 +1,136 @@
+"""The ledger task of the chaos runs, for runs with owners: it writes down which samples each process has computed.
+
+A test subclasses `Watched` in a task file of its own (`write_task`), because workers know nothing of the test. While
+processes that compute are missing, a forward takes longer, so that waiting for a replacement takes few steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from hetseq.comm.group import GlooGroup
+from hetseq.comm.shared_slices import SharedSlices
+from hetseq.comm.slices import TaggedSlices
+from hetseq.system import faults
+from tests.chaos.ledger_task import Ledger
+
+_TEXT = """from pathlib import Path
+from tests.support.watched import Watched
+
+class Run(Watched):
+    folder, computing = Path({folder!r}), {computing}
+    shares_memory, has_place_in_gather, pace_s = {shares_memory}, {has_place_in_gather}, {pace_s}
+"""
+
+
+class Watched(Ledger):
+    folder: ClassVar[Path]
+    computing: ClassVar[int]  # ranks with samples
+    shares_memory: ClassVar[bool]  # else slices are messages of gloo, although all ranks are on one machine
+    has_place_in_gather: ClassVar[bool]  # a fault of phase "transfer" may happen after each unit of new parameters
+    pace_s: ClassVar[float]  # how much longer a forward takes while a process that computes is missing
+    has_begun = False
+
+    def build_model(self) -> torch.nn.Module:
+        if not self.shares_memory:
+            GlooGroup.meet_neighbours = lambda _: None  # type: ignore[method-assign,assignment]
+        if self.has_place_in_gather:
+            for kind in (SharedSlices, TaggedSlices):
+                kind.gather = _with_place(kind.gather)  # type: ignore[method-assign]
+        return super().build_model()
+
+    def update_step(self, num_updates: int) -> None:
+        self.has_begun = True  # what came before were trials
+
+    def loss(self, model: torch.nn.Module, sample: Any) -> dict[str, torch.Tensor]:
+        if self.has_begun:
+            numbers = [int(number) for number in sample["number"].tolist()]
+            with (self.folder / f"computed-{os.getpid()}").open("a") as file:
+                file.write(json.dumps([id(self), sorted(numbers)]) + "\n")
+            if len(living(self.folder)) < self.computing:
+                time.sleep(self.pace_s)
+        return super().loss(model, sample)
+
+
+def _with_place(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """`gather` of a unit, and a place for a fault when this rank is done with it and others are not."""
+
+    def stepwise(*args: Any, **kwargs: Any) -> Any:
+        transfer = gather(*args, **kwargs)
+        transfer.wait()
+        faults.point("transfer")
+        return transfer
+
+    return stepwise
+
+
+def write_task(
+    folder: Path, *, computing: int, shares_memory: bool = True, has_place_in_gather: bool = False, pace_s: float = 0.1
+) -> str:
+    """A task file for one run in `folder`, and what `--task` takes for it."""
+    folder.mkdir(parents=True)
+    text = _TEXT.format(
+        folder=str(folder), computing=computing, shares_memory=shares_memory,
+        has_place_in_gather=has_place_in_gather, pace_s=pace_s,
+    )  # fmt: skip
+    (folder / "task.py").write_text(text)
+    return f"{folder / 'task.py'}:Run"
+
+
+def living(folder: Path) -> list[int]:
+    """The processes that have computed samples and live."""
+    return [pid for pid in _computed(folder) if _is_alive(pid)]
+
+
+def _computed(folder: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in folder.glob("computed-*"))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The forwards of one process: lives (from the start or the newest state on), and the samples of each forward."""
+
+    pid: int
+    lives: list[list[list[int]]]
+
+    def steps(self, samples_of: list[set[int]]) -> list[list[int]]:
+        """By life: the step, from 1, of each forward; `samples_of` are the samples of the steps.
+
+        An epoch has every sample once, so a forward belongs to the first step from the one before on that has its
+        samples.
+        """
+        found = []
+        for forwards in self.lives:
+            steps, at = [], 0
+            for numbers in forwards:
+                at = next(step for step in range(at, len(samples_of)) if samples_of[step] >= set(numbers))
+                steps.append(at + 1)
+            found.append(steps)
+        return found
+
+
+def read_computed(folder: Path) -> list[Computed]:
+    """What all processes of a run have computed."""
+    found = []
+    for pid in _computed(folder):
+        lives: dict[int, list[list[int]]] = {}
+        for line in (folder / f"computed-{pid}").read_text().splitlines():
+            life, numbers = json.loads(line)
+            lives.setdefault(life, []).append(numbers)
+        found.append(Computed(pid, list(lives.values())))
+    return found
