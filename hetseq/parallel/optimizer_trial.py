@@ -88,12 +88,12 @@ def _try_kind(optimizer: torch.optim.Optimizer, place: int, like: torch.Tensor) 
         return torch.randn(shape, generator=generator).to(like.device, like.dtype)
 
     mine, other = ([draw() for _ in range(1 + _STEPS)] for _ in range(2))  # a tensor and its gradients, and another
-    (alone,), (beside,) = _updated(optimizer, place, [mine]), _updated(optimizer, place, [other])
+    (alone,), (beside,) = _updated(optimizer, place, like, [mine]), _updated(optimizer, place, like, [other])
     if torch.equal(alone.value, mine[0]):
         raise _refusal(
             type(optimizer).__name__, "changes nothing in a copy of it, as if it kept its parameters elsewhere"
         )
-    together = _updated(optimizer, place, [mine, other])
+    together = _updated(optimizer, place, like, [mine, other])
     if not all(_is_same(one, two) for one, two in zip(together, (alone, beside), strict=True)):
         raise _refusal(
             type(optimizer).__name__,
@@ -105,7 +105,7 @@ def _try_kind(optimizer: torch.optim.Optimizer, place: int, like: torch.Tensor) 
     )
     try:
         pieces = [
-            _updated(optimizer, place, [[one.flatten()[start:end] for one in mine]])[0]
+            _updated(optimizer, place, like, [[one.flatten()[start:end] for one in mine]])[0]
             for start, end in ((0, _CUT_AT), (_CUT_AT, mine[0].numel()))
         ]
     except Exception:  # it refuses vectors
@@ -157,9 +157,10 @@ def _updated(optimizer: torch.optim.Optimizer, place: int, tensors: Sequence[Seq
     return [_Result(part.detach(), dict(trial.state.get(part, {}))) for part in parts]
 
 
-def _trial_of(optimizer: torch.optim.Optimizer, place: int, parts: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _trial_of(
+    optimizer: torch.optim.Optimizer, place: int, like: torch.Tensor, parts: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     """A copy of the optimizer that trains `parts` in the group of this place, and nothing else."""
-    like = next(one for one in optimizer.param_groups[place]["params"] if one.requires_grad)
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trial = _copied(optimizer, {id(parameter): parameter for parameter in members})
     begun = dict(trial.state.get(like, {}))  # of optimizers that begin it before their first step

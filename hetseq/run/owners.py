@@ -11,7 +11,7 @@ import hashlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from hetseq.balance.memory_plan import (
 from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group, Rows
 from hetseq.config.sections import DistributedConfig
+from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 _LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
 _UNKNOWN, _REPLICAS, _OWNERS = -1, 0, 1
+_REFUSES = -1
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,10 @@ def make_reducer(
         return gradients_of(
             list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
         ), None  # fmt: skip
-    owned = earlier or OwnedState(optimizer, names)
+    owned, cuts_tensors = _owned_alike(optimizer, names, earlier, group)
     owned.earlier = owned.held()
-    # where memory is short, an optimizer may fail its trial on one rank alone, and all ranks need the same cuts
-    may_cut = group.all_gather_rows(np.array([owned.is_elementwise], np.int64))  # (world_size, 1)
     reducer = OwnedGradients(
-        list(names), group, fractions=fractions, bucket_bytes=bucket_bytes, cuts_tensors=bool(may_cut.all()),
+        list(names), group, fractions=fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors,
         dtype=torch.float64 if config.reduce_dtype is not None else None,
     )  # fmt: skip
     memory = _model_memory(list(names))
@@ -102,6 +102,30 @@ def warn_of_no_save(owned: OwnedState | None, group: Group) -> None:
             "--no-save keeps no state: if a rank that owns a part of it is lost, all ranks begin again where this start"
             " began; leave --no-save out, or give every rank the whole state with --shard-model none"
         )
+
+
+def _owned_alike(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.nn.Parameter, str],
+    earlier: OwnedState | None,
+    group: Group,
+) -> tuple[OwnedState, bool]:
+    """What this rank owns, and whether all ranks may cut tensors. Collective. All ranks raise ConfigError, or none.
+
+    Where memory is short, an optimizer may fail its trial on one rank alone, and all ranks need the same cuts.
+    """
+    owned, refusal = earlier, None
+    try:
+        owned = owned or OwnedState(optimizer, names)
+    except ConfigError as error:
+        refusal = error
+    answers = group.all_gather_rows(np.array([_REFUSES if owned is None else owned.is_elementwise], np.int64))[:, 0]
+    if refusal is not None:
+        raise refusal
+    if (refusing := np.flatnonzero(answers == _REFUSES)).size:
+        raise ConfigError(f"--shard-model state: rank {refusing[0]} cannot divide the state; its own log says why")
+    assert owned is not None
+    return owned, bool(answers.all())
 
 
 def _fractions(

@@ -123,7 +123,9 @@ def check_each_goes_back(run: Run, calm: Calm) -> None:
         assert loss["lost"].startswith(f"rank {kill['slot']} owned ")
         assert loss["lost"].endswith(" % of the state, and no other rank holds it")
         assert loss["step"] <= kill["step"]
-    assert run.said.count("all ranks go back to the newest state in memory or on disk [state-lost]") == len(run.kills)
+    assert run.said.count("all ranks continue from the newest state in memory or on disk [state-lost]") == len(
+        run.kills
+    )
     newest, losses = 0, iter(run.losses)
     for event in run.found.events:
         if event["event"] == "save":

@@ -187,16 +187,26 @@ class FailsItsTrial(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         elements = max((one.numel() for group in self.param_groups for one in group["params"]), default=0)
-        if Net.rank == 1 and elements > 1000:
+        if Net.rank == 1 and elements in self.failing:
             raise RuntimeError("out of memory")
         return super().step(closure)
 
 
 class ShortOfMemory(Net):
-    """An optimizer whose trial fails on one rank alone."""
+    """An optimizer whose trial with pieces of a tensor fails on one rank alone."""
+
+    failing = range(1000, 4000)
 
     def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return FailsItsTrial(parameter_groups, lr=0.01)
+        made = FailsItsTrial(parameter_groups, lr=0.01)
+        made.failing = self.failing
+        return made
+
+
+class ShorterOfMemory(ShortOfMemory):
+    """And with the whole tensor."""
+
+    failing = range(1000, 5000)
 
 
 @dataclass
@@ -351,7 +361,7 @@ def test_an_optimizer_that_keeps_parameters_besides_its_groups_is_refused(tmp_pa
     text = "--balance 1,1 --max-update 4"
     for life in run(tmp_path, Hiding, text, "3,1"):
         assert isinstance(life.error, ConfigError)
-        assert str(life.error).startswith("--shard-model state: SGD keeps 0.weight in its attribute slow, besides its")
+        assert str(life.error).startswith("--shard-model state: SGD keeps 0.weight in SGD.slow, besides its")
     assert [life.error for life in run(tmp_path, Hiding, text, None)] == [None] * 2  # the twin
 
 
@@ -382,3 +392,11 @@ def test_ranks_have_the_same_cuts_though_the_optimizer_fails_its_trial_on_one_of
     text = "--balance 1,1 --max-update 4"
     calm, lives = (run(tmp_path, ShortOfMemory, text, own, shares_memory=shares_memory) for own in (None, "3,1"))
     compare(lives, calm)
+
+
+def test_all_ranks_end_if_the_optimizer_cannot_be_tried_on_one_of_them(tmp_path: Path) -> None:
+    first, second = (life.error for life in run(tmp_path, ShorterOfMemory, "--balance 1,1 --max-update 4", "3,1"))
+    assert isinstance(first, ConfigError)
+    assert isinstance(second, ConfigError)
+    assert "rank 1 cannot divide the state" in str(first)
+    assert "FailsItsTrial could not be tried (RuntimeError: out of memory)" in str(second)

@@ -48,6 +48,7 @@ class Odd(torch.optim.Optimizer):
                 state["times"] = state.get("times", 0) + 1
                 state["rows"] = one.double().reshape(one.shape[0] if one.dim() else 1, -1).sum(1) + state["times"]
                 state["scale"] = one.abs().mean()
+                one.mul_(0.5)
 
 
 def begun(kind: str) -> tuple[Net, torch.optim.Optimizer]:
