@@ -146,10 +146,13 @@ def _is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _updated(optimizer: torch.optim.Optimizer, place: int, tensors: Sequence[Sequence[torch.Tensor]]) -> list[_Result]:
-    """What a copy makes of tensors in the group of this place; each comes with its gradients, one for each step."""
+def _updated(
+    optimizer: torch.optim.Optimizer, place: int, like: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]
+) -> list[_Result]:
+    """What a copy makes of tensors in the place of the parameter `like` in the group of this place; each tensor comes
+    with its gradients, one for each step."""
     parts = [torch.nn.Parameter(tensor.clone()) for tensor, *_ in tensors]
-    trial = _trial_of(optimizer, place, parts)
+    trial = _trial_of(optimizer, place, like, parts)
     for step in range(1, 1 + _STEPS):
         for part, tensor in zip(parts, tensors):
             part.grad = tensor[step].clone()
