@@ -64,8 +64,8 @@ class ModelMemory:
 class RankMemory:
     """One rank: its cost in samples (a limit of 0: it computes nothing), its memory and its link.
 
-    `host_bytes` may hold state beside the device. `most_owned_bytes` limits its part, None for no limit. `is_stable`:
-    its node stays until the end of the run.
+    `host_bytes` may hold state beside the device. `most_owned_bytes` limits the state there, None for no limit.
+    `is_stable`: its node stays until the end of the run.
     """
 
     name: str
@@ -157,8 +157,9 @@ def own_fractions(room_bytes: Sequence[int], is_stable: Sequence[bool], needed_b
     """
     fractions = _fractions(room_bytes, is_stable, needed_bytes)
     if fractions is None:
+        names = [f"rank {rank}" for rank in range(len(room_bytes))]
         raise ConfigError(
-            f"--own auto: {_no_room([f'rank {rank}' for rank in range(len(room_bytes))], room_bytes, needed_bytes)}"
+            f"--own auto: {_no_room(names, room_bytes, needed_bytes)}, or take an optimizer with less state"
         )
     return fractions
 
@@ -179,7 +180,9 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
     while True:
         shares = balance_shares(total, costs)
         taken = [_taken_bytes(kind, model, share, cost.batch or size) for share, cost in zip(shares, costs)]
-        missing = tuple(max(0, bytes_ - most) for bytes_, most in zip(taken, usable))
+        missing = tuple(
+            max(0, bytes_ - most, _above_limit(kind, model, rank)) for bytes_, most, rank in zip(taken, usable, ranks)
+        )
         # a rank without room for its samples computes none, and may still own
         others = [replace(cost, limit=0) if lacks and share else cost
                   for cost, lacks, share in zip(costs, missing, shares)]  # fmt: skip
@@ -197,7 +200,9 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
                 for bytes_, rank in zip(left, ranks)]  # fmt: skip
         divided = _fractions(room, [rank.is_stable for rank in ranks], model.state_bytes)
         if divided is None:
-            return Misfit(kind, missing, model.state_bytes - sum(room), _no_room(names, room, model.state_bytes))
+            reason = _no_room(names, room, model.state_bytes)
+            reason += ", or compute fewer samples at a time (--batch-size, --activation-checkpointing)"
+            return Misfit(kind, missing, model.state_bytes - sum(room), reason)
         fractions = divided
         left = [bytes_ - round(own * model.state_bytes) for bytes_, own in zip(left, fractions)]
     phases = _phases(kind, model, shares, fractions)
@@ -214,6 +219,13 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
     return Layout(
         kind, size, shares, fractions, sent, received, tuple(left), compute_s, exchange_s, compute_s + exposed_s
     )
+
+
+def _above_limit(kind: str, model: ModelMemory, rank: RankMemory) -> int:
+    """By how much the state of a replica is more than a rank may own."""
+    if kind != "none" or rank.most_owned_bytes is None:
+        return 0
+    return max(0, model.state_bytes - rank.most_owned_bytes)
 
 
 def _in_micro_batches(cost: Cost, size: int) -> Cost:
@@ -282,8 +294,7 @@ def _no_room(names: Sequence[str], room: Sequence[int], needed: int) -> str:
     return (
         f"optimizer state and gradient sums take {in_words(needed)}, and there is room for {in_words(sum(room))}"
         f" ({rooms}): {in_words(needed - sum(room))} are missing. Add a node with memory, which need not compute"
-        " (--balance 3,1,0), raise --own-memory where it is set, or compute fewer samples at a time (--batch-size,"
-        " --activation-checkpointing)"
+        " (--balance 3,1,0), raise --own-memory where it is set"
     )
 
 

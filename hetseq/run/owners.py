@@ -191,7 +191,7 @@ def _chosen(
     rows: Rows,
     group: Group,
 ) -> int:
-    """What `--shard-model auto` chooses, before any speed is known: ranks count as equally fast."""
+    """What `--shard-model auto` chooses, before any speed is known: replicas if they fit."""
     memory = _model_memory(parameters)
     ranks = [
         RankMemory(
@@ -206,12 +206,13 @@ def _chosen(
     ]
     # two micro-batches on each rank: so the planner keeps room for a whole gradient, as _fractions does afterwards
     found = candidates(ranks, memory, total=2 * len(ranks))
-    layout = choose(found)
+    # which one is faster is not known yet; where replicas fit, the loss of a rank costs one step at most
+    layout = next((one for one in found if isinstance(one, Layout)), None) or choose(found)
     if group.rank == 0:
         others = "; ".join(
             f"{one.shard_model} would leave {in_words(min(one.left_bytes))} on the fullest rank"
             if isinstance(one, Layout)
-            else f"{one.shard_model} does not fit: {one.reason}"
+            else f"{one.shard_model} does not fit: {one.reason.partition(':')[0]}"
             for one in found
             if one is not layout
         )

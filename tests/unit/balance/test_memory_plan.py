@@ -163,8 +163,7 @@ def test_rooms_that_are_too_small_are_refused_with_three_remedies() -> None:
     assert str(refusal.value) == (
         "--own auto: optimizer state and gradient sums take 36 GB, and there is room for 16 GB (rank 0 16 GB, rank 1"
         " 4.5 MB, rank 2 none): 20 GB are missing. Add a node with memory, which need not compute (--balance 3,1,0),"
-        " raise --own-memory where it is set, or compute fewer samples at a time (--batch-size,"
-        " --activation-checkpointing)"
+        " raise --own-memory where it is set, or take an optimizer with less state"
     )
     with pytest.raises(ConfigError, match="rank 7 none and 3 more"):
         own_fractions([0] * 11, [False] * 11, 1)

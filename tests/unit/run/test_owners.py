@@ -42,7 +42,7 @@ def test_own_memory_does_not_add_to_what_is_free(monkeypatch: pytest.MonkeyPatch
         owns_all(monkeypatch, shard_model="state", own_memory=PLENTY, room=STATE_BYTES)
 
 
-def test_own_memory_limits_owners_and_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a replica takes 16 kB, of which nothing has an owner
+def test_own_memory_limits_the_state_of_replicas_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not owns_all(monkeypatch, shard_model="auto", own_memory=STATE_BYTES)
-    assert not owns_all(monkeypatch, shard_model="auto", own_memory=1)
+    with pytest.raises(ConfigError, match="12 kB, and there is room for 12 kB"):
+        owns_all(monkeypatch, shard_model="auto", own_memory=STATE_BYTES - 1)
