@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ import torch
 from hetseq.comm.group import LocalGroup, Pending, TensorTransport
 from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_memory import lending
+
+Parameter = TypeVar("Parameter", bound=torch.Tensor)
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _PIECE_ELEMENTS = 1 << 16  # converted at once: half a megabyte in double precision
@@ -475,12 +477,10 @@ def norm_of(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None)
     return math.hypot(*(value for some in norms for value in some.tolist()))
 
 
-def buckets_of(
-    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int
-) -> list[list[tuple[int, torch.nn.Parameter]]]:
+def buckets_of(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[tuple[int, Parameter]]]:
     """Parameters, last first, cut into buckets of one dtype and device and at most `bucket_bytes`, except for larger
     parameters; the first bucket is small, so that communication starts early."""
-    buckets: list[list[tuple[int, torch.nn.Parameter]]] = []
+    buckets: list[list[tuple[int, Parameter]]] = []
     size, kind = 0, None
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]

@@ -93,15 +93,10 @@ class OwnedGradients:
         for unit, room in zip(self._units, _rooms([unit.flat.numel() for unit in self._units])):
             unit.room = room
         self._home = {index: (unit, place) for unit in self._units for place, index in enumerate(unit.indices)}
-        sizes = [
-            UnitSizes(
-                tuple(self.parameters[index].numel() for index in unit.indices),
-                tuple(cuts_tensors and self.parameters[index].is_contiguous() for index in unit.indices),
-            )
-            for unit in self._units
-        ]
         self.fractions = tuple(fractions)
-        self.ownership: Ownership = cut(sizes, fractions)
+        self.ownership = ownership_of(
+            self.parameters, self.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors
+        )
         for unit, bounds in zip(self._units, self.ownership.bounds, strict=True):
             self._divide(unit, bounds, cuts_tensors)
         # the parameters have left the memory in which they were made, and a rank that owns little never fills it again
@@ -380,6 +375,20 @@ class OwnedGradients:
 
     def _held(self) -> list[torch.Tensor]:
         return [one.owned.grad for one in self.fragments if one.owned.grad is not None]
+
+
+def ownership_of(
+    parameters: Sequence[torch.Tensor], fractions: Sequence[float], *, bucket_bytes: int, cuts_tensors: bool
+) -> Ownership:
+    """Who owns what with these arguments of `OwnedGradients`; nothing moves. Any rank, alone."""
+    units = [[one for _, one in members] for members in buckets_of(parameters, bucket_bytes)]
+    sizes = [
+        UnitSizes(
+            tuple(one.numel() for one in unit), tuple(cuts_tensors and one.is_contiguous() for one in unit)
+        )
+        for unit in units
+    ]  # fmt: skip
+    return cut(sizes, fractions)
 
 
 def _rooms(elements: Sequence[int]) -> list[int]:

@@ -243,6 +243,29 @@ def _refuse_foreign_parameters(optimizer: torch.optim.Optimizer, names: Mapping[
                     )
 
 
+def refuse_shared_memory(model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise ConfigError if a trained parameter shares memory with another parameter or a buffer.
+
+    It moves into the memory of its unit, and the other one would stay. The same parameter under two names is no such.
+    """
+    trained, spans = {id(one) for one in names}, []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.numel():
+            elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            begin = tensor.data_ptr()
+            spans.append((str(tensor.device), begin, begin + elements * tensor.itemsize, name, id(tensor) in trained))
+    spans.sort()
+    for place, (device, _, end, name, is_trained) in enumerate(spans):
+        for other_device, other_begin, _, other, is_other_trained in spans[place + 1 :]:
+            if other_device != device or other_begin >= end:
+                break
+            if is_trained or is_other_trained:
+                raise ConfigError(
+                    f"--shard-model state: {name} and {other} are two tensors in the same memory: use one parameter"
+                    " under both names, as in b.weight = a.weight, or --shard-model none"
+                )
+
+
 class RefusingParameters(TorchFunctionMode):
     """Context in which the use of a trained parameter raises TaskError: it may be out of date on this rank.
 

@@ -27,13 +27,14 @@ from hetseq.balance.memory_plan import (
     in_words,
     own_fractions,
 )
+from hetseq.balance.ownership import Ownership
 from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group, Rows
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
-from hetseq.parallel.owned_gradients import OwnedGradients
-from hetseq.parallel.owned_state import OwnedState
+from hetseq.parallel.owned_gradients import OwnedGradients, ownership_of
+from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.replica import trained_parameters
 from hetseq.system import device_memory, host_memory
 
@@ -43,6 +44,7 @@ _MIB = 1 << 20
 _LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
 _UNKNOWN, _REPLICAS, _OWNERS = -1, 0, 1
 _REFUSES = -1
+_ROUNDING = 0.01  # of the state: parts follow the fractions as closely as cuts allow
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,22 @@ def make_reducer(
     # what has owners does not change when a task freezes some of it
     names = earlier.names if earlier else {parameter: name for name, parameter in trained_parameters(model)}
     bucket_bytes = int(config.bucket_cap_mb * _MIB)
-    fractions = None
+    division = None
     if config.shard_model != "none":
-        fractions = _fractions(list(names), group, config, slots=slots, before=before)
-    if fractions is None:
+        division = _divide(list(names), group, config, slots=slots, before=before)
+    if division is None:
         return gradients_of(
             list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
         ), None  # fmt: skip
-    owned, cuts_tensors = _owned_alike(optimizer, names, earlier, group)
+    owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
     owned.earlier = owned.held()
+    if is_first:
+        ownership = ownership_of(
+            list(names), division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors
+        )  # fmt: skip
+        _refuse_what_lacks_room(ownership, division, names, optimizer, config, cuts_tensors=cuts_tensors)
     reducer = OwnedGradients(
-        list(names), group, fractions=fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors,
+        list(names), group, fractions=division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors,
         dtype=torch.float64 if config.reduce_dtype is not None else None,
     )  # fmt: skip
     memory = _model_memory(list(names))
@@ -105,6 +112,7 @@ def warn_of_no_save(owned: OwnedState | None, group: Group) -> None:
 
 
 def _owned_alike(
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     names: Mapping[torch.nn.Parameter, str],
     earlier: OwnedState | None,
@@ -116,7 +124,9 @@ def _owned_alike(
     """
     owned, refusal = earlier, None
     try:
-        owned = owned or OwnedState(optimizer, names)
+        if owned is None:
+            refuse_shared_memory(model, names)
+            owned = OwnedState(optimizer, names)
     except ConfigError as error:
         refusal = error
     answers = group.all_gather_rows(np.array([_REFUSES if owned is None else owned.is_elementwise], np.int64))[:, 0]
@@ -128,15 +138,23 @@ def _owned_alike(
     return owned, bool(answers.all())
 
 
-def _fractions(
+@dataclass(frozen=True)
+class _Division:
+    """How much each rank owns, in relation to others, and the room that it has for that, in bytes."""
+
+    fractions: tuple[float, ...]
+    room_bytes: tuple[int, ...]
+
+
+def _divide(
     parameters: Sequence[torch.nn.Parameter],
     group: Group,
     config: DistributedConfig,
     *,
     slots: Sequence[int],
     before: OwnersOfBefore | None,
-) -> tuple[float, ...] | None:
-    """How much each rank owns; None: every rank has all of the state. Collective."""
+) -> _Division | None:
+    """Who owns how much; None: every rank has all of the state. Collective."""
     kind = _UNKNOWN if before is None else _REPLICAS if before.owned is None else _OWNERS
     fraction = before.owned.fraction if before is not None and before.owned is not None else 0.0
     room = _room_bytes(parameters[0].device)
@@ -158,17 +176,61 @@ def _fractions(
         kind = kinds[0] if kinds else _chosen(parameters, rooms, limits, rows, group)
         if kind == _REPLICAS:
             return None
-    if config.own_weights() is not None:
-        return _by_slot(config, slots)
-    earlier = rows[:, 1].copy().view(np.float64)
-    if earlier.sum() > 0:
-        return tuple(earlier.tolist())
     memory = _model_memory(parameters)
     free = [
         min(max(0, int(USABLE * room) - memory.gradient_bytes), room if limit is None else limit)
         for room, limit in zip(rooms, limits)
     ]
-    return own_fractions(free, [bool(stays) for stays in rows[:, 3]], memory.state_bytes)
+    if config.own_weights() is not None:
+        weights = _by_slot(config, slots)
+        return _Division(weights, _room_by_weight(rows, free, weights))
+    earlier = rows[:, 1].copy().view(np.float64)
+    if earlier.sum() > 0:
+        return _Division(tuple(earlier.tolist()), tuple(free))
+    return _Division(own_fractions(free, [bool(stays) for stays in rows[:, 3]], memory.state_bytes), tuple(free))
+
+
+def _room_by_weight(rows: Rows, free: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+    """The room of each rank where ranks on the CPU of one host divide theirs by their weights."""
+    of_host: dict[int, list[int]] = {}
+    for rank, (host, is_gpu) in enumerate(rows[:, [4, 6]].tolist()):
+        of_host.setdefault(-1 - rank if is_gpu else host, []).append(rank)
+    room = list(free)
+    for ranks in of_host.values():
+        whole, total = sum(free[rank] for rank in ranks), sum(weights[rank] for rank in ranks)
+        for rank in ranks:
+            room[rank] = int(whole * weights[rank] / total) if total else whole
+    return tuple(room)
+
+
+def _refuse_what_lacks_room(
+    ownership: Ownership,
+    division: _Division,
+    names: Mapping[torch.nn.Parameter, str],
+    optimizer: torch.optim.Optimizer,
+    config: DistributedConfig,
+    *,
+    cuts_tensors: bool,
+) -> None:
+    """Raise ConfigError if a rank would own more than it has room for. All ranks, alike."""
+    state_bytes = _model_memory(list(names)).state_bytes
+    lacking = []
+    for rank, room in enumerate(division.room_bytes):
+        missing = ownership.owned_by(rank) / max(1, ownership.total) * state_bytes - room
+        if missing > _ROUNDING * state_bytes:
+            lacking.append(f"rank {rank} lacks {in_words(missing)}")
+    if not lacking:
+        return
+    reason = f"--own {config.own}: {', '.join(lacking)} for its part of optimizer state and gradient sums"
+    remedy = "give weights by memory with --own, add a node with memory, which need not compute (--balance 3,1,0)"
+    if not cuts_tensors:
+        largest = max(names, key=torch.Tensor.numel)
+        reason += (
+            f"; {type(optimizer).__name__} updates whole tensors, and {names[largest]} alone takes"
+            f" {in_words(largest.numel() / max(1, ownership.total) * state_bytes)}"
+        )
+        remedy = "take an optimizer that updates each element by itself, such as AdamW, give weights with --own"
+    raise ConfigError(f"{reason}: {remedy}, or raise --own-memory where it is set")
 
 
 def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
-from hetseq.comm.group import LocalGroup
+from hetseq.comm.group import LocalGroup, Rows
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_state import refuse_shared_memory
 from hetseq.run import owners
 
 PARAMETERS = 1000
@@ -46,3 +50,65 @@ def test_own_memory_limits_the_state_of_replicas_too(monkeypatch: pytest.MonkeyP
     assert not owns_all(monkeypatch, shard_model="auto", own_memory=STATE_BYTES)
     with pytest.raises(ConfigError, match="12 kB, and there is room for 12 kB"):
         owns_all(monkeypatch, shard_model="auto", own_memory=STATE_BYTES - 1)
+
+
+class RankOf(LocalGroup):
+    """Rank 0 of two alike, alone."""
+
+    world_size = 2
+
+    def all_gather_rows(self, row: Rows) -> Rows:
+        return np.stack([row, row])
+
+
+def divide(own: str, make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Divide a model with a large tensor and a small one. Raises ConfigError."""
+    model = torch.nn.Sequential(torch.nn.Linear(PARAMETERS, 1, bias=False), torch.nn.Linear(1, PARAMETERS // 10))
+    config = DistributedConfig(shard_model="state", own=own)
+    reducer, _ = owners.make_reducer(
+        model, make(model.parameters()), RankOf(), config, slots=(0, 1), before=None, is_first=True
+    )
+    reducer.close()
+
+
+def room_for(monkeypatch: pytest.MonkeyPatch, state_bytes: float) -> None:
+    """Of each of two ranks of a host, if they divide it into halves: usable memory, without a whole gradient."""
+    monkeypatch.setattr(owners, "_room_bytes", lambda device: int(2 * (state_bytes + 4 * 1200) / owners.USABLE) + 2)
+
+
+def test_weights_that_do_not_fit_are_refused_with_three_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own, lack in (("1,1", r"rank 0 lacks 3\.. kB, rank 1 lacks 3\.. kB"), ("1,0", r"rank 0 lacks 7\.2 kB")):
+        room_for(monkeypatch, 12 * 1200 / 4)
+        with pytest.raises(ConfigError, match=f"^--own {own}: {lack} for its part of optimizer state and gradient"):
+            divide(own, torch.optim.AdamW)
+        room_for(monkeypatch, 12 * 1200 / 2)
+        divide(own, torch.optim.AdamW)  # the memory of the host is divided by the weights
+
+
+def test_a_tensor_too_large_for_every_owner_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    room_for(monkeypatch, 12 * 1200 / 2 + 100)
+    divide("auto", torch.optim.AdamW)
+    told = r"rank \d lacks .*; Adafactor updates whole tensors, and 0.weight alone takes 12 kB: take an optimizer"
+    with pytest.raises(ConfigError, match=told):
+        divide("auto", torch.optim.Adafactor)
+
+
+def test_parameters_and_buffers_in_the_same_memory_are_refused() -> None:
+    first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    model = torch.nn.Sequential(first, second)
+    names = {one: name for name, one in model.named_parameters()}
+    refuse_shared_memory(model, names)
+    second.register_buffer("head", first.weight.detach()[1:2])
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.head are two tensors in the same memory"):
+        refuse_shared_memory(model, names)
+    refuse_shared_memory(model, {second.weight: "1.weight"})  # the first is not trained, and stays where it is
+    del second.head
+    second.weight = torch.nn.Parameter(first.weight.data)
+    with pytest.raises(ConfigError, match="two tensors in the same memory: use one parameter under both names"):
+        refuse_shared_memory(model, names)
+    second.weight = first.weight
+    refuse_shared_memory(model, names)
+    flat = torch.zeros(32)
+    parts = [torch.nn.Parameter(part.view(4, 4)) for part in flat.split(16)]
+    model = torch.nn.ParameterList(parts)  # one beside the other
+    refuse_shared_memory(model, {one: name for name, one in model.named_parameters()})
