@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -78,17 +78,19 @@ class OwnedGradients:
         bucket_bytes: int,
         cuts_tensors: bool = True,
         dtype: torch.dtype | None = None,
+        moved: Callable[[torch.nn.Parameter], None] = lambda _: None,
     ) -> None:
         """Move the parameters into memory of their units. Collective.
 
         `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
-        owner. Sums have the type `dtype` (default: the parameters' own).
+        owner. Sums have the type `dtype` (default: the parameters' own). `moved` is called for each parameter
+        once it lies in its unit, so that nothing keeps its earlier memory.
         """
         self.parameters, self.rank, self._group, self._dtype = list(parameters), group.rank, group, dtype
         self.exchange: SliceExchange = group.slices(self.parameters[0].device)
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self.parameters), np.bool_)
         self._units = [
-            self._make_unit([index for index, _ in members]) for members in buckets_of(parameters, bucket_bytes)
+            self._make_unit([index for index, _ in members], moved) for members in buckets_of(parameters, bucket_bytes)
         ]
         for unit, room in zip(self._units, _rooms([unit.flat.numel() for unit in self._units])):
             unit.room = room
@@ -264,7 +266,7 @@ class OwnedGradients:
 
     # how they are made
 
-    def _make_unit(self, indices: list[int]) -> _Unit:
+    def _make_unit(self, indices: list[int], moved: Callable[[torch.nn.Parameter], None]) -> _Unit:
         members = [self.parameters[index] for index in indices]
         starts = list(np.cumsum([0, *(parameter.numel() for parameter in members)]).tolist())
         flat = self.exchange.memory(starts[-1], members[0].dtype, members[0].device)
@@ -272,6 +274,7 @@ class OwnedGradients:
             view = flat.as_strided(parameter.shape, parameter.stride(), start)
             view.copy_(parameter.detach())
             parameter.data = view
+            moved(parameter)
         return _Unit(indices, starts, flat)
 
     def _divide(self, unit: _Unit, bounds: tuple[int, ...], cuts_tensors: bool) -> None:

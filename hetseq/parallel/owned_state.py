@@ -53,6 +53,12 @@ class OwnedState:
         groups = self.optimizer.param_groups
         return {parameter: group for group, members in zip(groups, self._members) for parameter in members}
 
+    def follow_(self, parameter: torch.nn.Parameter) -> None:
+        """Let what this rank owns of a parameter share the memory to which the parameter has moved."""
+        if (one := self.fragments.get(self.names[parameter])) is not None:
+            moved = parameter.detach()
+            one.owned.data = moved if one.owned.shape == moved.shape else moved.view(-1)[one.begin : one.end]
+
     def held(self) -> dict[int, Held]:
         """What this rank holds of each parameter, by its place in the model."""
         return {

@@ -231,6 +231,10 @@ class AfterStep:
             controller.replica.reducer.gather()
             # a validation that only the end of this start asks for is none of a run that went through
             self._hooks.call(controller, due, figures if is_due else {})
+            if replicas is not None and replicas.is_due(due.step) and controller.replica.owned is not None:
+                # the next update replaces copies of what other ranks own, and would hide what a hook has changed there
+                with amid(Phase.COMPARING, Phase.BOUNDARY):
+                    replicas.check(due.step, shares)
             if state.ended_by_task and not ends_run:
                 ends_run = True
                 if self._validators and not figures:

@@ -27,7 +27,7 @@ from hetseq.balance.memory_plan import (
     in_words,
     own_fractions,
 )
-from hetseq.balance.ownership import Ownership
+from hetseq.balance.ownership import GRAIN, Ownership
 from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group, Rows
 from hetseq.config.sections import DistributedConfig
@@ -81,7 +81,6 @@ def make_reducer(
             list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
         ), None  # fmt: skip
     owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
-    owned.earlier = owned.held()
     if is_first:
         ownership = ownership_of(
             list(names), division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors
@@ -89,8 +88,9 @@ def make_reducer(
         _refuse_what_lacks_room(ownership, division, names, optimizer, config, cuts_tensors=cuts_tensors)
     reducer = OwnedGradients(
         list(names), group, fractions=division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors,
-        dtype=torch.float64 if config.reduce_dtype is not None else None,
+        dtype=torch.float64 if config.reduce_dtype is not None else None, moved=owned.follow_,
     )  # fmt: skip
+    owned.earlier = owned.held()
     memory = _model_memory(list(names))
     share = reducer.ownership.owned_by(group.rank) / max(1, reducer.ownership.total)
     in_use = device_memory.in_use_bytes(next(iter(names)).device)
@@ -217,7 +217,7 @@ def _refuse_what_lacks_room(
     lacking = []
     for rank, room in enumerate(division.room_bytes):
         missing = ownership.owned_by(rank) / max(1, ownership.total) * state_bytes - room
-        if missing > _ROUNDING * state_bytes:
+        if missing > max(_ROUNDING, GRAIN / max(1, ownership.total)) * state_bytes:
             lacking.append(f"rank {rank} lacks {in_words(missing)}")
     if not lacking:
         return
