@@ -463,8 +463,8 @@ class DistributedConfig:
     )
     shard_model: str = option(
         "none",
-        "where optimizer state and gradient sums live: on every rank (none), divided among the ranks (state), or the"
-        " faster of the two that fits (auto)",
+        "where optimizer state and gradient sums live: on every rank (none), divided among the ranks (state), or on"
+        " every rank if each has room for them, else divided (auto)",
         choices=("none", "state", "auto"),
     )
     own: str = option(
@@ -474,7 +474,7 @@ class DistributedConfig:
     )
     own_memory: str | None = node_option(
         None,
-        "most memory of this node that --own auto uses for state, as in 24G or 500M; stable: this node stays, so it is"
+        "most memory of this node for that state with --own auto, as in 24G or 500M; stable: this node stays, so it is"
         " the first to own",
         metavar="SIZE|stable|stable,SIZE",
     )

@@ -114,7 +114,7 @@ def _try_kind(optimizer: torch.optim.Optimizer, place: int, like: torch.Tensor) 
 
 
 def _put_together(pieces: Sequence[_Result], like: _Result) -> _Result | None:
-    """The result of the whole tensor from those of its pieces; None if they do not fit."""
+    """The result of the whole tensor from its pieces' results; None if they do not fit."""
     keys = set(like.state)
     if any(set(piece.state) != keys for piece in pieces):
         return None

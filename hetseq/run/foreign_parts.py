@@ -61,9 +61,10 @@ def with_foreign_parts(
             lacking = [place for place, item in enumerate(items) if item.name not in there]
             target = group[owner % len(group)]
             for places in _batches(items, lacking):
-                _send(
-                    places, items, own, found, exchange, outgoing, owner=owner, target=target, rank=sharing.whole.rank
-                )
+                rank = sharing.whole.rank
+                pieces = [own[place][1] for place in places] if rank == owner else []
+                message = [items[place] for place in places]
+                _send(message, pieces, found, exchange, outgoing, way=(owner, target), rank=rank)
     exchange.release(outgoing)
     return found
 
@@ -88,30 +89,27 @@ def _batches(items: Sequence[_Item], places: Sequence[int]) -> Iterator[list[int
 
 
 def _send(
-    places: Sequence[int],
-    items: Sequence[_Item],
-    own: Sequence[tuple[_Item, torch.Tensor]],
+    message: Sequence[_Item],
+    pieces: Sequence[torch.Tensor],
     found: dict[str, Any],
     exchange: SliceExchange,
     memory: torch.Tensor,
     *,
-    owner: int,
-    target: int,
+    way: tuple[int, int],
     rank: int,
 ) -> None:
-    """One message from an owner to a rank of another group; every rank calls it."""
-    size = sum(items[place].bytes for place in places)
+    """One message on its way from an owner, who has `pieces`, to a rank of another group; every rank calls it."""
+    size, (owner, target) = sum(item.bytes for item in message), way
     outgoing, incoming = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     if rank == owner:
         outgoing[target] = memory[:size]
-        parts = [own[place][1].detach().contiguous().view(-1).view(torch.uint8).cpu() for place in places]
+        parts = [piece.detach().contiguous().view(-1).view(torch.uint8).cpu() for piece in pieces]
         torch.cat(parts, out=outgoing[target])
     elif rank == target:
         incoming[owner] = torch.empty(size, dtype=torch.uint8)
     exchange.swap(outgoing, incoming).wait()
     offset = 0
-    for place in places if incoming else ():
-        item = items[place]
+    for item in message if incoming else ():
         raw, offset = incoming[owner][offset : offset + item.bytes], offset + item.bytes
         values = raw.clone().view(_DTYPES[item.dtype])  # a copy, for its alignment
         if item.begin is None:
