@@ -58,7 +58,7 @@ def task_arguments(config: Config) -> TaskArguments:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A step that all ranks have committed, for `Task.after_step`. All but tensors and optimizer is equal on every rank.
+    """A step that all ranks have committed, for `Task.after_step`. All but tensors and optimizer is equal on all ranks.
 
     With `--shard-model state` the model is whole, while the optimizer has what this rank owns: fragments in its groups.
     """

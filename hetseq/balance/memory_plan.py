@@ -22,7 +22,7 @@ from hetseq.errors import ConfigError
 
 SHARD_MODELS = ("none", "state")  # the simpler one first
 USABLE = 0.92  # of a rank's memory; the rest is for the runtime, its kernels and gaps between tensors
-_FORWARD, _BACKWARD = 1 / 3, 2 / 3  # of a micro-batch
+_BACKWARD = 2 / 3  # of a micro-batch
 _SHOWN_RANKS = 8
 
 
@@ -262,7 +262,7 @@ def _phases(
         others, owned = computes * (1 - own), own * (computing - computes)  # a(1-f), f(C-a)
         gather.append((owned * model.parameter_bytes, others * model.parameter_bytes))
         reduce.append((others * model.gradient_bytes, owned * model.gradient_bytes))
-    return [(_FORWARD, gather), (_BACKWARD, reduce)]
+    return [(0.0, gather), (_BACKWARD, reduce)]  # forward waits for all parameters
 
 
 # words

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: elements; a tensor is cut at multiples of it from its own beginning. What loops over vectors leave over, in torch of
-#: at most 32 numbers, is rounded differently; cut like this, the update of a tensor has the same bits with any owners
+#: at most 32 numbers, is rounded differently; cut like this, updates in fp32 and fp64 have equal bits with any owners
 GRAIN = 64
 
 

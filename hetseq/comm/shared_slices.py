@@ -22,8 +22,6 @@ _PIECE = 1 << 16  # elements added at once if there are more than two terms: the
 class SharedSlices:
     """As `SliceExchange`, for tensors in the memory of the CPU."""
 
-    moves_by_itself = False  # a rank that waits copies what it needs
-
     def __init__(self, ranks: SharedMemoryRanks, *, deadline_s: Callable[[], float]) -> None:
         self.ranks, self.deadline_s = ranks, deadline_s
         self.sent_bytes = self.received_bytes = 0
@@ -130,20 +128,14 @@ class _Reading:
         with PeerErrors(self._what, self._exchange.deadline_s()):
             return not self._late()
 
-    def wait_for_arrival(self) -> None:
-        self._until(self._late_givers)
-
     def wait(self) -> None:
-        self._until(self._late)
-
-    def _until(self, late: Callable[[], Collection[int]]) -> None:
         timeout_s = self._exchange.deadline_s()
         with PeerErrors(self._what, timeout_s):
-            self._exchange.ranks.until(late, timeout_s)
-            late()
+            self._exchange.ranks.until(self._late, timeout_s)
+            self._late()
 
-    def _late_givers(self) -> set[int]:
-        """The ranks that have yet to offer; reads once all have offered."""
+    def _late(self) -> Collection[int]:
+        """The ranks that have yet to offer or to read; reads once all have offered."""
         ranks = self._exchange.ranks
         late = {giver for giver, offer in self._offers.items() if offer not in ranks.offers[giver]}
         if not late and self._read is not None:
@@ -157,11 +149,6 @@ class _Reading:
                 del ranks.offers[giver][offer]
                 ranks.tell_read(giver, offer, timeout_s=self._exchange.deadline_s())
             self._offers = {}
-        return late
-
-    def _late(self) -> Collection[int]:
-        """The ranks that have yet to offer or to read."""
-        ranks, late = self._exchange.ranks, self._late_givers()
         for taker, offer in list(self._unread.items()):
             if offer in ranks.reads[taker]:
                 ranks.reads[taker].remove(offer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -25,6 +26,7 @@ from hetseq.comm.peer_errors import PeerErrors
 T = TypeVar("T")
 
 _TAGS = 1 << 30
+_AT_ONCE = 2  # slices of a sum that an owner receives, so that their memory does not grow with the number of givers
 _END_S = 2.0  # for the thread to end once its connections are cut
 
 
@@ -33,10 +35,6 @@ class Transfer(Protocol):
 
     def is_over(self) -> bool:
         """Whether `wait` would return at once. Takes part in the transfer as far as that is possible now."""
-        ...
-
-    def wait_for_arrival(self) -> None:
-        """Wait until this rank has what it receives; others may still read what it sends. Raises PeerLostError."""
         ...
 
     def wait(self) -> None:
@@ -48,7 +46,6 @@ class SliceExchange(Protocol):
     """Transfers of slices among the ranks of a group. `bounds`, (world_size + 1,), are elements: rank r owns the
     elements `bounds[r]` to `bounds[r + 1]`. All ranks make the same calls in the same order."""
 
-    moves_by_itself: bool  # also while this rank computes
     sent_bytes: int  # so far, to other ranks
     received_bytes: int
 
@@ -91,12 +88,10 @@ class SliceExchange(Protocol):
 
 
 class TaggedSlices:
-    """Slices by the point-to-point messages of gloo, between any devices. Threads wait for them and add them up.
+    """Slices by the point-to-point messages of gloo, between any devices. A thread waits for them and adds them up.
 
     `transport` gives the process group; None for a world of one.
     """
-
-    moves_by_itself = True
 
     def __init__(
         self,
@@ -111,9 +106,7 @@ class TaggedSlices:
         self._free: list[torch.Tensor] = []
         self._tag = 0
         # messages of a GPU are posted by a thread of their own, once the GPU has computed them
-        self._posting = _Serial("post slices")
-        # one for each direction: what arrives does not wait for a slow receiver of something else
-        self._receiving, self._sending = _Serial("receive slices"), _Serial("send slices")
+        self._posting, self._waiting = _Serial("post slices"), _Serial("await slices")
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         fitting = [one for one in self._free if (one.dtype, one.device, one.numel()) == (dtype, device, elements)]
@@ -131,71 +124,94 @@ class TaggedSlices:
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         outgoing = self._outgoing(flat, bounds) if flat is not None else {}
         elements = total.numel()
+        sources = [giver for giver in givers if giver != self._rank and elements]
         # slices differ in size: rounded up, the memory of one serves the next one
-        received = {
-            giver: self.memory(_rounded_up(elements), total.dtype, total.device)
-            for giver in givers
-            if giver != self._rank and elements
-        }
-        incoming = {giver: memory[:elements] for giver, memory in received.items()}
+        memory = [self.memory(_rounded_up(elements), total.dtype, total.device) for _ in sources[:_AT_ONCE]]
 
-        def add_up() -> None:
-            terms = [flat[own] if flat is not None and giver == self._rank else incoming[giver] for giver in givers]
-            add_in_order(terms, total)
+        def post(tag: int) -> Callable[[], None]:
+            def begin(source: int, into: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+                return into, self._receive({source: into[:elements]}, tag)
+
+            arriving = {source: begin(source, into) for source, into in zip(sources, memory)}
+            later = deque(sources[_AT_ONCE:])
+
+            def add_up() -> None:
+                if elements and not givers:
+                    total.zero_()
+                for number, giver in enumerate(givers if elements else ()):
+                    if giver == self._rank:
+                        assert flat is not None, "this rank gives"
+                        term = into = flat[own]
+                    else:
+                        into, await_it = arriving.pop(giver)
+                        await_it()
+                        term = into[:elements]
+                    total.add_(term) if number else total.copy_(term)
+                    if giver != self._rank and later:
+                        source = later.popleft()
+                        arriving[source] = begin(source, into)
+
+            return add_up
 
         def give_back() -> None:
-            self._free += received.values()
+            self._free += memory
 
-        return self._begin("gradients", outgoing, incoming, add_up if elements else None, give_back)
+        self.received_bytes += len(sources) * total.nbytes
+        return self._begin("gradients", outgoing, post, give_back)
 
     def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
         own = flat[bounds[self._rank] : bounds[self._rank + 1]]
         outgoing = {taker: own for taker in takers if taker != self._rank and own.numel()}
-        incoming = self._outgoing(flat, bounds) if self._rank in takers else {}
-        return self._begin("parameters", outgoing, incoming)
+        return self._exchange("parameters", outgoing, self._outgoing(flat, bounds) if self._rank in takers else {})
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
-        return self._begin("the state", dict(outgoing), dict(incoming))
+        return self._exchange("the state", dict(outgoing), dict(incoming))
 
     def close(self) -> None:
         self._posting.end()
-        self._receiving.end()
-        self._sending.end()
+        self._waiting.end()
 
     def _outgoing(self, flat: torch.Tensor, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
         """The slice of each other owner, beginning after this rank, so that not all ranks send to the same one."""
         turn = ((self._rank + step) % self._world_size for step in range(1, self._world_size))
         return {owner: flat[bounds[owner] : bounds[owner + 1]] for owner in turn if bounds[owner] < bounds[owner + 1]}
 
+    def _exchange(self, what: str, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> Transfer:
+        self.received_bytes += sum(piece.nbytes for piece in incoming.values())
+        return self._begin(what, outgoing, lambda tag: self._receive(incoming, tag))
+
     def _begin(
         self,
         what: str,
         outgoing: dict[int, torch.Tensor],
-        incoming: dict[int, torch.Tensor],
-        then: Callable[[], None] | None = None,
+        receive: Callable[[int], Callable[[], None]],
         at_end: Callable[[], None] = lambda: None,
     ) -> Transfer:
-        # all memory first: what has been posted can't be taken back
-        received, copies = (
-            {place: _on_host(piece) for place, piece in pieces.items()} for pieces in (incoming, outgoing)
-        )
+        """Post the messages of a transfer; `receive` posts for its tag, and its result waits."""
+        copies = {target: _on_host(piece) for target, piece in outgoing.items()}  # before anything is posted
         tag, self._tag = self._tag, (self._tag + 1) % _TAGS
         self.sent_bytes += sum(piece.nbytes for piece in outgoing.values())
-        self.received_bytes += sum(piece.nbytes for piece in incoming.values())
         with PeerErrors(what, self._deadline_s()):
-            works = [self._gloo().recv([piece], source, tag) for source, piece in received.items()]
-            sends = self._post(outgoing, copies, tag)
+            received, sent = receive(tag), self._post(outgoing, copies, tag)
 
-        def receive() -> None:
+        def finish() -> None:
+            received()
+            self._await(sent())
+
+        return _Awaited(self._waiting.put(finish), what, self._deadline_s, at_end)
+
+    def _receive(self, incoming: dict[int, torch.Tensor], tag: int) -> Callable[[], None]:
+        """Post to receive slices; the result waits for them. From any thread."""
+        received = {source: _on_host(piece) for source, piece in incoming.items()}
+        works = [self._gloo().recv([piece], source, tag) for source, piece in received.items()]
+
+        def finish() -> None:
             self._await(works)
             for source, piece in incoming.items():
                 if piece.is_cuda:
                     piece.copy_(received[source], non_blocking=True)
-            if then is not None:
-                then()
 
-        arrival, departure = self._receiving.put(receive), self._sending.put(lambda: self._await(sends()))
-        return _Awaited(arrival, departure, what, self._deadline_s, at_end)
+        return finish
 
     def _await(self, works: Sequence[dist.Work]) -> None:
         for work in works:
@@ -255,30 +271,20 @@ def add_in_order(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 
 
 class _Awaited:
-    """A transfer that threads complete."""
+    """A transfer that a thread completes."""
 
     def __init__(
-        self,
-        arrival: Future[None],
-        departure: Future[None],
-        what: str,
-        deadline_s: Callable[[], float],
-        at_end: Callable[[], None],
+        self, future: Future[None], what: str, deadline_s: Callable[[], float], at_end: Callable[[], None]
     ) -> None:
-        self._arrival, self._departure, self._what, self._deadline_s = arrival, departure, what, deadline_s
+        self._future, self._what, self._deadline_s = future, what, deadline_s
         self._at_end: Callable[[], None] | None = at_end
 
     def is_over(self) -> bool:
-        return self._arrival.done() and self._departure.done()
-
-    def wait_for_arrival(self) -> None:
-        with PeerErrors(self._what, self._deadline_s()):
-            self._arrival.result()
+        return self._future.done()
 
     def wait(self) -> None:
         with PeerErrors(self._what, self._deadline_s()):
-            self._arrival.result()
-            self._departure.result()
+            self._future.result()
         if self._at_end is not None:
             self._at_end()
             self._at_end = None

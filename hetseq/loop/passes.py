@@ -108,7 +108,7 @@ class Sums:
             return PeerLost(self._lost)
         work = tuple(batch.work for batch in self._setting.batches)
         clock = self._computer.clock
-        return Part(self.sums(), work, tuple(clock.laps()), waited_s=clock.paused_s)
+        return Part(self.sums(), work, tuple(clock.laps()), waited_s=clock.waited_s())
 
 
 class MicroBatches(Sums):

@@ -53,28 +53,11 @@ class GradientSync(Protocol):
         """64 bits that name the cuts of the parameters among their owners; 0 if every rank owns all."""
         ...
 
-    def begin_gather(self, shares: Sequence[int]) -> None:
-        """Begin to bring the parameters up to date on the ranks with samples in a step; `shares`: those of each rank.
+    def gather(self, shares: Sequence[int] | None = None) -> None:
+        """Bring the parameters up to date: on the ranks with samples in a step that has these `shares`, or on all.
 
-        Before each attempt of a step, whose forward runs within `arriving`. Collective. Raises PeerLostError.
-        """
-        ...
-
-    def arriving(self, model: torch.nn.Module, pause: Pause) -> AbstractContextManager[object]:
-        """Context of a forward of `model`: no parameter is used before it has arrived. Local to each rank.
-
-        Waits happen in `pause()`. Raises PeerLostError.
-        """
-        ...
-
-    def await_parameters(self) -> None:
-        """Wait for what `begin_gather` has begun. Local to each rank. Raises PeerLostError."""
-        ...
-
-    def gather(self) -> None:
-        """Bring the parameters up to date on all ranks, before work between two steps that needs whole parameters.
-
-        Collective. Raises PeerLostError.
+        Before each attempt of a step, with the samples of each rank, and before work between two steps that needs whole
+        parameters. Collective. Raises PeerLostError.
         """
         ...
 
@@ -156,16 +139,7 @@ class Gradients:
     def layout_digest(self) -> int:
         return 0
 
-    def begin_gather(self, shares: Sequence[int]) -> None:
-        pass
-
-    def arriving(self, model: torch.nn.Module, pause: Pause) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def await_parameters(self) -> None:
-        pass
-
-    def gather(self) -> None:
+    def gather(self, shares: Sequence[int] | None = None) -> None:
         pass
 
     def changed(self) -> None:

@@ -17,7 +17,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,6 @@ from hetseq.comm.slices import SliceExchange, Transfer
 from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, buckets_of, norm_of, take_in_
-from hetseq.parallel.parameter_copies import CopiedUnit, ParameterCopies
 from hetseq.system.processes import return_freed_memory
 
 _AT_ONCE = 2  # units whose gradients travel while those of the next one are computed
@@ -112,11 +111,8 @@ class OwnedGradients:
         self._lent = np.zeros(len(self.parameters), np.bool_)
         self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self.parameters)}
         self._active: Sequence[int] = ()  # the ranks that compute samples in this step
-        copied = [
-            CopiedUnit(tuple(self.parameters[index] for index in unit.indices), unit.flat, unit.bounds)
-            for unit in reversed(self._units)
-        ]
-        self._copies = ParameterCopies(copied, self.exchange, rank=group.rank, world_size=group.world_size)
+        self._whole: set[int] = set()  # the ranks whose copies are up to date
+        self._gathers: list[Transfer] = []
         self._pause: Pause = nullcontext
         self._travelling: deque[_Unit] = deque()  # whose gradients have been sent, and may not have arrived
         self._counted = (0, 0)  # bytes sent and received at the last call of `traffic`
@@ -153,21 +149,26 @@ class OwnedGradients:
 
     # parameters
 
-    def begin_gather(self, shares: Sequence[int]) -> None:
-        self._active = tuple(rank for rank, samples in enumerate(shares) if samples)
-        self._copies.begin_gather(self._active)
-
-    def arriving(self, model: torch.nn.Module, pause: Pause) -> AbstractContextManager[object]:
-        return self._copies.arriving(model, pause)
-
-    def await_parameters(self) -> None:
-        self._copies.await_all()
-
-    def gather(self) -> None:
-        self._copies.gather()
+    def gather(self, shares: Sequence[int] | None = None) -> None:
+        takers: Sequence[int] = range(self._group.world_size)
+        if shares is not None:
+            takers = self._active = tuple(rank for rank, samples in enumerate(shares) if samples)
+        lacking = [rank for rank in takers if rank not in self._whole]
+        if not lacking:
+            return
+        for unit in self._units:
+            self._gathers.append(self.exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking))
+        if self._group.rank in lacking:
+            self._await_gathers()
+        self._whole.update(lacking)
 
     def changed(self) -> None:
-        self._copies.changed()
+        self._whole.clear()
+
+    def _await_gathers(self) -> None:
+        for transfer in self._gathers:
+            transfer.wait()
+        self._gathers.clear()
 
     # a step
 
@@ -212,7 +213,7 @@ class OwnedGradients:
             self._show_own()
             return
         self._collect(at_most=0)
-        self._copies.end()  # an owner may change its slice only after all others have read it
+        self._await_gathers()  # an owner may change its slice only after all others have read it
         for unit in self._units:
             for fragment, place in unit.fragments:
                 own = unit.total[place]

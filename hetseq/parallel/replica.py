@@ -23,7 +23,7 @@ from hetseq.comm.group import Group, RowTransport
 from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.gradient_sync import GradientSync, Pause
+from hetseq.parallel.gradient_sync import GradientSync
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.task_state import TaskState
@@ -78,10 +78,6 @@ class Replica:
             self.owned.names, where, "with --shard-model state a rank gets the new parameters at the start of the next"
             " step: use after_step, which sees whole parameters, or --shard-model none",
         )  # fmt: skip
-
-    def arriving(self, pause: Pause) -> AbstractContextManager[object]:
-        """Context of a forward: no parameter is used before it has arrived. Waits happen in `pause()`."""
-        return self.reducer.arriving(self.model, pause)
 
     def update(self) -> None:
         """One step of the optimizer. The first one creates the optimizer's state, so cached memory is released first.

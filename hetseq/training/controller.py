@@ -252,9 +252,7 @@ class Controller:
         clock = self._clock
         for attempt in itertools.count():
             with phase("gather"):
-                self.replica.reducer.begin_gather(plan.shares)
-                if self._learning_rate is None:  # a script computes where no use of a parameter is seen
-                    self.replica.reducer.gather()
+                self.replica.reducer.gather(plan.shares)
                 clock.lap("idle")
             with phase("forward_backward"):
                 whereabouts.enter(Phase.FORWARD_BACKWARD)

@@ -44,7 +44,7 @@ class Part:
     seconds: tuple[float, ...]  # of each micro-batch
     partial: PartialGradient = UNMEASURED  # of the first micro-batch, in steps that measure it
     is_whole: bool = True  # False: memory ran out under way, and the step must be done again
-    waited_s: float = 0.0  # for other ranks, on the host; not in `seconds`
+    waited_s: float = 0.0  # for other ranks, while a device had nothing to do; not in `seconds`
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,6 @@ class ShareComputer:
         uncounted: dict[int, torch.Tensor] = {}  # the same for micro-batches without a count of the term
         partial, measures = UNMEASURED, self._measures(data)
         self.replica.reducer.begin()
-        if self.throttle.is_on and data.micro_batches:  # its sleep would count the wait as work
-            self.replica.reducer.await_parameters()
         self.clock.start()
         for number, batch in enumerate(data.micro_batches):
             # kept back: gradients of a throttled rank until its sleep is over, and gradients that are measured
@@ -131,7 +129,7 @@ class ShareComputer:
                 partial = PartialGradient(batch.size, norm**2)
         sums = self._read_sums(totals, uncounted)
         work = tuple(batch.work for batch in data.micro_batches)
-        return Part(sums, work, tuple(self.clock.laps()), partial, waited_s=self.clock.paused_s), None
+        return Part(sums, work, tuple(self.clock.laps()), partial, waited_s=self.clock.waited_s()), None
 
     def _measures(self, data: StepData) -> bool:
         """Whether to measure the gradient of the first micro-batch: in some steps that have more than this one."""
@@ -180,7 +178,7 @@ class ShareComputer:
     def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
         """Its sum of each term; those without a count have no gradient."""
         own, sample = dict(zip(self.terms, batch.counts)), self.place(batch.sample)
-        with self.precision.computing(self.device), self.replica.arriving(self.clock.paused):
+        with self.precision.computing(self.device):
             sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self.terms)
         # A term without any count on any rank, contributes nothing: its sum may well be 0/0.
         live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]

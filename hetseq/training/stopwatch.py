@@ -52,28 +52,32 @@ class MicroBatchClock:
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self._pauses: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # with the number of its lap
-        self.paused_s = 0.0  # of the host, since the start
+        self._paused_s = 0.0  # of a CPU, since the start
 
     def start(self) -> None:
         """Forget all marks and pauses, and mark."""
-        self._marks, self._events, self._pauses, self.paused_s = [], [], [], 0.0
+        self._marks, self._events, self._pauses, self._paused_s = [], [], [], 0.0
         self.mark()
 
     def mark(self) -> None:
         if self._is_cuda:
             self._events.append(_event())
         else:
-            self._marks.append(time.perf_counter() - self.paused_s)
+            self._marks.append(time.perf_counter() - self._paused_s)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context of a wait for other ranks. Between its two events a GPU has nothing to do."""
+        """Context of a wait for other ranks.
+
+        A GPU reaches the first of two events when it has done all earlier work; between them it has nothing to do.
+        """
         before, began_s = _event() if self._is_cuda else None, time.perf_counter()
         try:
             yield
         finally:
-            self.paused_s += time.perf_counter() - began_s
-            if before is not None:
+            if before is None:
+                self._paused_s += time.perf_counter() - began_s
+            else:
                 self._pauses.append((len(self._events) - 1, before, _event()))
 
     def laps(self) -> list[float]:
@@ -83,9 +87,13 @@ class MicroBatchClock:
         self._events[-1].synchronize()  # sync: a share whose terms have no counts has not been waited for
         seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:])]
         for lap, before, after in self._pauses:
-            if lap < len(seconds):
-                seconds[lap] -= before.elapsed_time(after) / 1e3
+            seconds[lap] -= before.elapsed_time(after) / 1e3
         return seconds
+
+    def waited_s(self) -> float:
+        """Seconds of all pauses in which the device had nothing to do. After `laps`, with a mark behind each pause."""
+        idle_ms = [float(before.elapsed_time(after)) for _, before, after in self._pauses]
+        return self._paused_s + sum(idle_ms) / 1e3
 
 
 def _event() -> torch.cuda.Event:

@@ -111,14 +111,22 @@ def sum_sizes(group: Group, sizes: list[int]) -> int:
     """The pieces of memory for what an owner receives, after sums of several sizes one after the other."""
     exchange = exchange_of(group, "tagged")
     assert isinstance(exchange, TaggedSlices)
-    for elements in sizes:
+    everyone = tuple(range(group.world_size))
+    for number, elements in enumerate(sizes):
         total = torch.empty(elements if group.rank == 0 else 0)
-        bounds = (0, elements, elements)
-        exchange.sum_to_owners(torch.ones(elements), total, bounds=bounds, givers=(0, 1)).wait()
-        assert total.eq(2).all()
+        bounds, wanted = (0, *(elements for _ in everyone)), torch.zeros(elements)
+        for rank in everyone:
+            wanted += gradients(rank, number, elements)
+        flat = gradients(group.rank, number, elements)
+        exchange.sum_to_owners(flat, total, bounds=bounds, givers=everyone).wait()
+        assert torch.equal(total, wanted[: total.numel()])
     exchange.close()
     return len(exchange._free)
 
 
-def test_an_owner_receives_slices_of_several_sizes_in_the_same_memory() -> None:
-    assert run_ranks(sum_sizes, 2, [100, 97, 111, 103, 99, 106], timeout_s=40) == [1, 0]
+@pytest.mark.parametrize(("world_size", "pieces"), [(2, 1), (3, 2), (6, 2)])
+def test_an_owner_receives_slices_of_several_sizes_and_many_ranks_in_the_same_memory(
+    world_size: int, pieces: int
+) -> None:
+    found = run_ranks(sum_sizes, world_size, [100, 97, 111, 103, 99, 106], timeout_s=40)
+    assert found == [pieces, *[0] * (world_size - 1)]

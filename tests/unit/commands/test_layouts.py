@@ -101,7 +101,7 @@ def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
     assert max(map(len, lines[2:10])) <= 80
     head, none, state, _, ranks, first, second, server = [" ".join(line.split()) for line in lines[2:10]]
     assert (head, none) == ("--shard-model step computing exchange micro-batch", "none does not fit")
-    assert state.startswith("state 27 s 27 s 16.6 s ")
+    assert state.startswith("state 35.3 s 27 s 16.6 s ")
     assert ranks == "state memory share owns left sends receives"
     assert first.startswith("rank 0 (node0/cpu) 24 GB 25 0.0% ")
     assert second.startswith("rank 1 (node1/cpu) 11 GB 7 0.0% ")

@@ -22,14 +22,11 @@ hetseq/loop/whole.py
     Whole._gathered: wait.wait: the collective got the deadline of its group
 hetseq/comm/slices.py
     TaggedSlices._post: future.result: the thread waits for the GPU, then posts without waiting
-    _Awaited.wait_for_arrival: _arrival.result: the thread waits for messages with the deadline of the group
-    _Awaited.wait: _arrival.result: as above
-    _Awaited.wait: _departure.result: as above
+    _Awaited.wait: _future.result: the thread waits for messages with the deadline of the group
     _Serial._serve: _tasks.get: an idle thread; `end` gives it None
 hetseq/parallel/owned_gradients.py
-    OwnedGradients._collect: unit.sending.wait: a transfer has the deadline of its group
-hetseq/parallel/parameter_copies.py
-    ParameterCopies.end: transfer.wait: as above
+    OwnedGradients._await_gathers: transfer.wait: a transfer has the deadline of its group
+    OwnedGradients._collect: unit.sending.wait: as above
 hetseq/parallel/state_move.py
     _exchange_unit: exchange.swap(outgoing, incoming).wait: as above
 hetseq/run/foreign_parts.py

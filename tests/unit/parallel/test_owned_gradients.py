@@ -39,7 +39,7 @@ def owning(
 
 
 def step(reducer: OwnedGradients, *micro_batches: Callable[[], torch.Tensor]) -> None:
-    reducer.begin_gather((1,))
+    reducer.gather((1,))
     reducer.begin()
     for number, loss in enumerate(micro_batches):
         if number == len(micro_batches) - 1:
@@ -133,7 +133,7 @@ def test_a_parameter_without_gradient_on_any_rank_has_none() -> None:
 def test_begin_forgets_what_a_broken_step_has_left() -> None:
     parameters = make_parameters()
     with owning(parameters, bucket_bytes=1) as reducer:
-        reducer.begin_gather((1,))
+        reducer.gather((1,))
         reducer.begin()
         reducer.expect_last()
         loss_of(parameters, math.inf).backward()

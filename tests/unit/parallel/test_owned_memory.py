@@ -1,4 +1,4 @@
-"""What travels beside the computation: gradients in turn, through the same memory, and parameters of later layers."""
+"""The memory of gradients that are summed to their owners: units that travel one after the other share it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ class Over:
 
     def is_over(self) -> bool:
         return True
-
-    def wait_for_arrival(self) -> None:
-        pass
 
     def wait(self) -> None:
         pass
@@ -64,7 +61,7 @@ def test_gradients_take_the_room_of_the_units_that_travel(micro_batches: int, mo
     assert isinstance(exchange, Counting)
     exchange.made_elements = 0  # of the parameters
     for _ in range(3):
-        reducer.begin_gather([1])
+        reducer.gather([1])
         reducer.begin()
         for number in range(micro_batches):
             if number + 1 == micro_batches:
@@ -80,51 +77,50 @@ def test_gradients_take_the_room_of_the_units_that_travel(micro_batches: int, mo
     assert exchange.made_elements <= most
 
 
-class Arriving(Counting):
-    """Parameters arrive when they are waited for; `told` is the order of events."""
+class Slow(Counting):
+    """Sums that are over when they are waited for, and not before; `most` of them at once."""
 
-    told: list[str]
+    under_way, most = 0, 0
 
-    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
-        told = self.told
+    def sum_to_owners(
+        self, flat: torch.Tensor | None, total: torch.Tensor, *, bounds: Sequence[int], givers: Sequence[int]
+    ) -> Transfer:
+        exchange = self
+        exchange.under_way += 1
+        exchange.most = max(exchange.most, exchange.under_way)
 
-        class Arrival(Over):
-            def wait_for_arrival(self) -> None:
-                told.append(f"waited for {flat.numel()}")
+        class UnderWay(Over):
+            def is_over(self) -> bool:
+                return False
 
-        return Arrival()
+            def wait(self) -> None:
+                exchange.under_way -= 1
+
+        super().sum_to_owners(flat, total, bounds=bounds, givers=givers)
+        return UnderWay()
 
 
-class Layers(OneRank):
-    def slices(self, device: torch.device) -> Arriving:
-        exchange = Arriving(None, rank=0, world_size=1, deadline_s=lambda: 1.0)
-        exchange.told, exchange.made_elements = [], 0
+class SlowRank(OneRank):
+    def slices(self, device: torch.device) -> Slow:
+        exchange = Slow(None, rank=0, world_size=1, deadline_s=lambda: 1.0)
+        exchange.made_elements = 0
         return exchange
 
 
-def test_a_layer_computes_before_later_ones_have_arrived() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(1, size, bias=False) for size in (1, 2, 3)), torch.nn.Linear(4, 1))
-    reducer = OwnedGradients(list(model.parameters()), Layers(), fractions=[1.0], bucket_bytes=4)
-    exchange = reducer.exchange
-    assert isinstance(exchange, Arriving)
-    pauses: list[None] = []
-
-    def forward() -> list[str]:
-        exchange.told.clear()
-        reducer.begin_gather([1])
-        with reducer.arriving(model, lambda: nullcontext(pauses.append(None))):
-            for number, layer in enumerate(model[:3]):
-                layer(torch.ones(1, 1))
-                exchange.told.append(f"computed {number}")
-        reducer.begin()
-        reducer.finish()
-        reducer.changed()
-        return exchange.told.copy()
-
-    waits = [f"waited for {elements}" for elements in (1, 2, 3, 4, 1)]
-    assert forward() == [*waits, *(f"computed {number}" for number in range(3))], "compiled code may be met"
-    del pauses[:]
-    turns = [event for number in range(3) for event in (waits[number], f"computed {number}")]
-    assert forward() == [*turns, *waits[3:]], "what this forward has not used arrives before backward"
-    assert len(pauses) == 4
+@pytest.mark.parametrize("computes", [True, False])
+def test_two_units_travel_at_a_time_and_waits_of_backward_are_pauses(computes: bool) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(elements)) for elements in ELEMENTS]
+    reducer = OwnedGradients(parameters, SlowRank(), fractions=[1.0], bucket_bytes=400)
+    exchange, pauses = reducer.exchange, list[None]()
+    assert isinstance(exchange, Slow)
+    reducer.gather([1])
+    reducer.begin()
+    if computes:
+        reducer.expect_last()
+        reducer.backward(sum(one.sum() for one in parameters), lambda: nullcontext(pauses.append(None)))
+        assert len(pauses) == len(ELEMENTS) - 2
+        assert exchange.under_way == 2
+    reducer.finish()
+    assert (exchange.most, exchange.under_way) == (2, 0)
+    assert len(pauses) == (len(ELEMENTS) - 2 if computes else 0), "the wait at the end is counted by the step"
     reducer.close()
