@@ -32,7 +32,7 @@ from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, buckets_of, norm_of, take_in_
 from hetseq.system.processes import return_freed_memory
 
-_AT_ONCE = 2  # units whose gradients travel while those of the next one are computed
+_AT_ONCE = 2  # of the largest unit: elements whose gradients travel while those of the next unit are computed
 _ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same memory for its gradients
 
 
@@ -114,6 +114,7 @@ class OwnedGradients:
         self._whole: set[int] = set()  # the ranks whose copies are up to date
         self._gathers: list[Transfer] = []
         self._pause: Pause = nullcontext
+        self._window = _AT_ONCE * max((unit.flat.numel() for unit in self._units), default=0)
         self._travelling: deque[_Unit] = deque()  # whose gradients have been sent, and may not have arrived
         self._counted = (0, 0)  # bytes sent and received at the last call of `traffic`
         self._hooks = [
@@ -348,7 +349,7 @@ class OwnedGradients:
             views = [self._view(index) for index in unit.indices if self.used[index]]
             self._is_finite_alone &= are_finite([view for view in views if view is not None])
         else:
-            self._collect(at_most=_AT_ONCE - 1)
+            self._collect(at_most=self._window - unit.flat.numel())
             for index in unit.indices if is_giver else ():
                 if not self.used[index]:
                     self._room(index).zero_()
@@ -362,12 +363,12 @@ class OwnedGradients:
         self._sent += 1  # only now: if memory ran out above, nothing was sent
 
     def _collect(self, *, at_most: int) -> None:
-        """Use the memory of units again whose owners have their sums; wait until so many are left."""
+        """Use the memory of units again whose owners have their sums; wait until at most so many elements are left."""
         while self._travelling:
             unit = self._travelling[0]
             assert unit.sending is not None
             is_over = unit.sending.is_over()
-            if not is_over and len(self._travelling) <= at_most:
+            if not is_over and sum(one.flat.numel() for one in self._travelling) <= at_most:
                 return
             with nullcontext() if is_over else self._pause():
                 unit.sending.wait()
