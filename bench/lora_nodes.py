@@ -32,25 +32,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import figures
 from het import factors
-from recover import end
-from resident import tree
+from nodes import Lab, Run, Seen, await_, cpu_seconds_of_others, environment, lab_of
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 BAR, MOST_APART = 0.90, 1e-11
 MOST_OTHERS = 0.10  # of the cores, for other programs during a measurement; with more the bar counts as missed
-PATIENCE_S = 600.0
 SETTLE, ALONE_SETTLE, AWAY = 8, 1, 3  # steps that are not counted; steps without the node that has left
-PORT = 29411
 WORDS = ("river", "boat", "wide", "small", "steady", "hand", "water", "stone", "letter", "window", "garden", "light")
 TIMED = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
@@ -85,48 +78,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A step of a run: when this script saw its row, and the row."""
-
-    at_s: float
-    row: Mapping[str, Any]
-
-
-@dataclass
-class Run:
-    """A run in progress: its launchers by the number of the node, and the rows that were seen."""
-
-    folder: Path
-    launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    seen: list[Seen] = field(default_factory=list)
-    _read: int = 0
-
-    def look(self) -> None:
-        """Take the rows that have appeared. Raises SystemExit with its last words if a launcher has ended."""
-        path, now_s = self.folder / "metrics.jsonl", time.monotonic()
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self._read)
-                *lines, torn = file.read().split(b"\n")
-                self._read = file.tell() - len(torn)
-            rows = (json.loads(line) for line in lines)
-            self.seen += [Seen(now_s, row) for row in rows if "loss" in row]
-        for number, launcher in self.launchers.items():
-            if launcher.poll() is not None:
-                said = self.folder.with_suffix(f".{number}.txt").read_text(errors="replace")[-3000:]
-                raise SystemExit(f"node {number} of {self.folder.name} ended with {launcher.returncode}:\n{said}")
-
-    def steps_of(self, world_size: int) -> int:
-        """How many of the newest steps in a row had so many ranks."""
-        count = 0
-        for seen in reversed(self.seen):
-            if seen.row["world_size"] != world_size:
-                break
-            count += 1
-        return count
-
-
-@dataclass(frozen=True)
 class Window:
     """A measurement of one run: samples and seconds of whole steps, and bytes that left the nodes by their cables."""
 
@@ -145,86 +96,6 @@ class Window:
 
     def __add__(self, other: Window) -> Window:
         return Window(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-
-@dataclass
-class Lab:
-    """The hosts, and the command line of a training by the numbers of the nodes that take part in it."""
-
-    hosts: Sequence[Any]
-    factors: Sequence[float]
-    folder: Path
-    running: list[Run] = field(default_factory=list)
-
-    def begin(self, name: str, words: Sequence[str], nodes: Sequence[int]) -> Run:
-        """Start a training on these nodes together."""
-        run = Run(self.folder / name)
-        self.running.append(run)
-        for number in nodes:
-            self.start(run, words, number, is_alone=len(nodes) == 1)
-        return run
-
-    def start(self, run: Run, words: Sequence[str], number: int, *, is_alone: bool = False) -> None:
-        """Start one node of a training: for the first time, or again."""
-        host, cores = self.hosts[number], sorted(os.sched_getaffinity(0))
-        slowed = [f"0:{self.factors[number]:g}"] if is_alone else [f"{at}:{f:g}" for at, f in enumerate(self.factors)]
-        place = [] if is_alone else [
-            "--distributed-init-method", f"tcp://{self.hosts[0].address}:{PORT}", "--distributed-world-size",
-            str(len(self.hosts)), "--distributed-rank", str(number),
-        ]  # fmt: skip
-        core = str(cores[min(number, len(cores) - 1)])
-        command = [
-            *host.enter, "taskset", "-c", core, sys.executable, "-m", "hetseq", "train", *words, "--ranks", "1",
-            "--throttle", ",".join(slowed), *place, "--save-dir", str(run.folder),
-        ]  # fmt: skip
-        with run.folder.with_suffix(f".{number}.txt").open("ab") as said:
-            run.launchers[number] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=self.folder,
-                env=environment(self.folder), start_new_session=True,
-            )  # fmt: skip
-
-    def finish(self, run: Run) -> None:
-        """End a training; a checkpoint of its last step is saved if its words ask for one."""
-        launchers = list(run.launchers.values())
-        run.launchers = {}
-        for launcher in launchers:
-            launcher.terminate()
-        for launcher in launchers:
-            end(launcher)
-        self.running.remove(run)
-
-    def sent_bytes(self) -> int:
-        """What has left all nodes by their cables so far."""
-        tables = [host.run("cat", "/proc/net/dev") for host in self.hosts]
-        return sum(int(line.split()[9]) for table in tables for line in table.splitlines() if "cable:" in line)
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """Of a node: one thread, a home folder for the secret, and no interface prescribed."""
-    found = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    found.pop("GLOO_SOCKET_IFNAME", None)
-    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return found
-
-
-@contextmanager
-def lab_of(folder: Path, slowed: Sequence[float], mbit_per_s: float) -> Iterator[Lab]:
-    """Namespaces and cables; whatever still runs in them is ended."""
-    import pytest
-
-    from tests.support.hosts import some_hosts
-
-    names = [f"lab{chr(ord('A') + number)}" for number in range(len(slowed))]
-    try:
-        with some_hosts(folder, names, mbit_per_s=mbit_per_s) as hosts:
-            lab = Lab(hosts, slowed, folder)
-            try:
-                yield lab
-            finally:
-                for run in list(lab.running):
-                    lab.finish(run)
-    except pytest.skip.Exception as reason:
-        raise SystemExit(f"lora_nodes.py: {reason}") from None
 
 
 def main() -> int:
@@ -366,36 +237,6 @@ def window_of(seen: Sequence[Seen], sent_bytes: int = 0, *, others_s: float) -> 
         own_estimate_s=sum(row["seconds"] * (row.get("efficiency") or 0.0) for row in rows),
         others_s=max(0.0, others_s),
     )
-
-
-def await_(runs: Sequence[Run], look: Callable[[], bool], what: str) -> None:
-    """Return once `look` is true; end the script in words if a node ends before, or it takes too long."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        for run in runs:
-            run.look()
-        if look():
-            return
-        if time.monotonic() > deadline_s:
-            said = "\n".join(path.read_text(errors="replace")[-1500:] for path in runs[0].folder.parent.glob("*.txt"))
-            raise SystemExit(f"not within {PATIENCE_S:g} s: {what}\n{said}")
-        time.sleep(0.005)
-
-
-def cpu_seconds_of_others() -> float:
-    """CPU seconds of this machine so far, without this script and the processes below it that live now.
-
-    So a difference is right where they all live from the first look to the second.
-    """
-    ticks = os.sysconf("SC_CLK_TCK")
-    ours = 0
-    for pid in tree(os.getpid()):
-        with suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ours += int(fields[11]) + int(fields[12])
-    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
-    user, nice, system, _idle, _wait, *interrupts = map(int, words)
-    return (user + nice + system + sum(interrupts) - ours) / ticks
 
 
 # Exactness.

@@ -36,3 +36,18 @@ def test_a_benchmark_prints_a_row_for_each_thing_that_it_measures(line: str, row
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["bench"] == Path(script).stem
     assert len(found["rows"]) == rows
+
+
+@pytest.mark.netns
+def test_the_benchmark_of_the_planner_runs_each_layout_of_a_cluster(tmp_path: Path) -> None:
+    words = [ROOT / "bench" / "shard_plan.py", "--clusters", "equal", "--steps", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    if "no namespaces here" in ended.stderr:
+        pytest.skip("no namespaces here, or no ip(8)")
+    assert ended.returncode in (0, 1), ended.stderr  # its seconds mean nothing
+    none, state = json.loads(ended.stdout.splitlines()[-1])["rows"]
+    assert [none["shard_model"], state["shard_model"]] == ["none", "state"]
+    assert none["shares"] == state["shares"] == [8, 8]
+    for row in (none, state):  # a single step: a look may come a little too early or too late
+        assert all(-0.05 <= one <= 0.15 for ways in row["above_plan"] for one in ways), row["above_plan"]
