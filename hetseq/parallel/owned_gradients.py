@@ -213,7 +213,7 @@ class OwnedGradients:
         if self._is_silent:
             self._show_own()
             return
-        self._collect(at_most=0)
+        self._collect(at_most=-1)  # none, not even an empty one
         self._await_gathers()  # an owner may change its slice only after all others have read it
         for unit in self._units:
             for fragment, place in unit.fragments:
