@@ -157,7 +157,7 @@ class OwnedGradients:
         lacking = [rank for rank in takers if rank not in self._whole]
         if not lacking:
             return
-        for unit in self._units:
+        for unit in reversed(self._units):  # as forward needs them
             self._gathers.append(self.exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking))
         if self._group.rank in lacking:
             self._await_gathers()

@@ -23,8 +23,8 @@ from tests.support.watched import Computed, read_computed, write_task
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 STEPS, CURVE = 100, 1e-12
-#: phases of a step, each with the steps, counted from that of the kill, after which the others may continue: a verdict
-#: that the rank has seen last may be on its way to the others, until they give that up with the step
+#: phases of a step, and the steps after which the others may continue, counted from the step of the kill. The dead rank
+#: may have seen a verdict that had not reached the others yet; then they lack one step more
 PHASES = {
     "count": (-2, -1), "forward_backward": (-1,), "reduce": (-1,), "commit": (-1,),
     "transfer": (-1,), "clip": (-1, 0), "optimizer": (-1, 0), "boundary": (-1, 0), "snapshot": (-1, 0),

@@ -21,7 +21,7 @@ from tests.support import lives
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared
 
-#: collective calls and calls about their memory; `slices` is that of owners
+#: collective calls and calls about their memory; only owners call `slices`
 VERBS = ("zeros", "release", "all_reduce_sum", "all_gather_rows", "broadcast", "subgroup", "slices")
 COPIES = {"aten::copy_", "aten::clone", "aten::_to_copy", "aten::cat", "aten::stack", "aten::index_select"}
 #: methods and functions for which the host waits for a device, if the tensor is on one

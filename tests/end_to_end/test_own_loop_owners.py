@@ -1,4 +1,4 @@
-"""A script with a training loop of its own whose ranks own parts of the state: its course is that of one rank."""
+"""A script with its own training loop, on ranks that own parts of the state, takes the same course as on one rank."""
 
 from __future__ import annotations
 

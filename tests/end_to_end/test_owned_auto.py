@@ -1,4 +1,4 @@
-"""Owners that nobody names: `--own auto`, `--own-memory` and `--shard-model auto`, from the command to `status/`.
+"""Owners that no option names: `--own auto`, `--own-memory` and `--shard-model auto`, from the command to `status/`.
 
 Ranks of one host share its memory and what `--own-memory` allows there, and all ranks of these tests are on one host.
 """
@@ -158,12 +158,16 @@ def test_auto_refuses_at_once_what_no_layout_holds(warm: WarmLauncher, task: str
     assert "auto: state, which leaves" not in finished.err
 
 
+def proportional(first: float, second: float) -> tuple[float, float]:
+    return first / (first + second), second / (first + second)
+
+
 #: what each of two nodes says, and the fraction of the state that its rank owns
 TWO_NODES = {
-    "in proportion to what is free": (("40M", "10M"), lambda one, other: (one / (one + other), other / (one + other))),
+    "in proportion to what is free": (("40M", "10M"), proportional),
     "the stable one owns all": (("stable,4M", "40M"), lambda one, other: (1.0, 0.0)),
     "the stable one has no room for all": (
-        ("stable,1200K", "10M"), lambda one, other: (one / (one + other), other / (one + other)),
+        ("stable,1200K", "10M"), proportional,
     ),
 }  # fmt: skip
 

@@ -45,10 +45,14 @@ class Counting(TaggedSlices):
 
 
 class OneRank(LocalGroup):
-    """A world of one with that exchange."""
+    """A world of one with an exchange of this kind."""
+
+    def __init__(self, kind: type[Counting]) -> None:
+        super().__init__()
+        self._kind = kind
 
     def slices(self, device: torch.device) -> Counting:
-        exchange = Counting(None, rank=0, world_size=1, deadline_s=lambda: 1.0)
+        exchange = self._kind(None, rank=0, world_size=1, deadline_s=lambda: 1.0)
         exchange.made_elements = 0
         return exchange
 
@@ -56,7 +60,7 @@ class OneRank(LocalGroup):
 @pytest.mark.parametrize(("micro_batches", "most"), [(1, 2 * 100 + 2 * 40), (3, sum(ELEMENTS) * 5 // 4)])
 def test_gradients_take_the_room_of_the_units_that_travel(micro_batches: int, most: int) -> None:
     parameters = [torch.nn.Parameter(torch.ones(elements)) for elements in ELEMENTS]
-    reducer = OwnedGradients(parameters, OneRank(), fractions=[1.0], bucket_bytes=400)
+    reducer = OwnedGradients(parameters, OneRank(Counting), fractions=[1.0], bucket_bytes=400)
     exchange = reducer.exchange
     assert isinstance(exchange, Counting)
     exchange.made_elements = 0  # of the parameters
@@ -100,17 +104,10 @@ class Slow(Counting):
         return UnderWay()
 
 
-class SlowRank(OneRank):
-    def slices(self, device: torch.device) -> Slow:
-        exchange = Slow(None, rank=0, world_size=1, deadline_s=lambda: 1.0)
-        exchange.made_elements = 0
-        return exchange
-
-
 @pytest.mark.parametrize("computes", [True, False])
 def test_two_units_travel_at_a_time_and_waits_of_backward_are_pauses(computes: bool) -> None:
     parameters = [torch.nn.Parameter(torch.ones(elements)) for elements in ELEMENTS]
-    reducer = OwnedGradients(parameters, SlowRank(), fractions=[1.0], bucket_bytes=400)
+    reducer = OwnedGradients(parameters, OneRank(Slow), fractions=[1.0], bucket_bytes=400)
     exchange, pauses = reducer.exchange, list[None]()
     assert isinstance(exchange, Slow)
     reducer.gather([1])
