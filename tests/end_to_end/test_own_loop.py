@@ -36,14 +36,7 @@ def _warm() -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Course:
-    """The course on one rank."""
-    folder = tmp_path_factory.mktemp("alone")
-    finished = run_lines(folder, "--cpu", "--ranks", 1)
-    assert finished.code == 0, finished.err
-    assert "behind the loop" in finished.out
-    (course,) = courses(folder)
-    assert list(course) == list(range(1, STEPS + 1))
-    return course
+    return course_of_one(tmp_path_factory.mktemp("alone"), STEPS)
 
 
 def plain() -> list[tuple[float, float]]:

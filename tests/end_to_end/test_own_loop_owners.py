@@ -13,7 +13,7 @@ from hetseq.testing import Faults
 from tests.support import forked
 from tests.support.commands import Finished
 from tests.support.nightly import nightly
-from tests.support.own_loops import Course, courses, farthest, run_lines
+from tests.support.own_loops import Course, course_of_one, courses, farthest, run_lines
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +31,7 @@ def _warm() -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Course:
-    """The course on one rank without owners."""
-    folder = tmp_path_factory.mktemp("alone")
-    finished = run_lines(folder, "--cpu", "--ranks", 1)
-    assert finished.code == 0, finished.err
-    (course,) = courses(folder)
-    return course
+    return course_of_one(tmp_path_factory.mktemp("alone"), STEPS)
 
 
 def check(finished: Finished, folder: Path, alone: Course) -> list[tuple[int, int]]:

@@ -41,6 +41,16 @@ def courses(folder: Path) -> list[Course]:
     return found
 
 
+def course_of_one(folder: Path, steps: int) -> Course:
+    """The course on one rank, which sees the steps from 1 to `steps`."""
+    finished = run_lines(folder, "--cpu", "--ranks", 1)
+    assert finished.code == 0, finished.err
+    assert "behind the loop" in finished.out
+    (course,) = courses(folder)
+    assert list(course) == list(range(1, steps + 1))
+    return course
+
+
 def farthest(one: Course, other: Course) -> float:
     """The largest difference of two courses, in the steps and figures of the second, as a share of the number."""
     return max(_apart(one[step], row) for step, row in other.items())

@@ -97,7 +97,7 @@ def test_a_run_is_told_the_shares_and_owners_of_its_layout(shard_plan: Any) -> N
 
 
 def rows(shard_plan: Any, *, times: tuple[float, float], above: float, others: float) -> Any:
-    """The rows of two layouts. A step takes one of `times` its prediction; bytes are `above` the plan by that fraction."""
+    """The rows of two layouts: steps take `times` their prediction, bytes are `above` the plan by that fraction."""
     layouts = planned(shard_plan, "4:2:1")
     step_s = [layout.step_s * factor for layout, factor in zip(layouts, times)]
     found = []
