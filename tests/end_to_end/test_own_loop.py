@@ -20,7 +20,7 @@ from hetseq.testing import Faults
 from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command, start_command
 from tests.support.nightly import nightly
-from tests.support.own_loops import LINES, Course, courses, farthest, run_lines, run_script
+from tests.support.own_loops import LINES, Course, course_of_one, courses, farthest, run_lines, run_script
 from tests.support.trials import until
 
 pytestmark = pytest.mark.slow
