@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import random
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +20,10 @@ from torch import nn
 from hetseq import Task, TrainedStep
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.errors import ConfigError, HetSeqError, TaskError
+from hetseq.parallel.gradient_sync import Pause
+from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.task import make_task
+from hetseq.training.replica_check import ReplicasDiffer
 from tests.support.hungry import CALM, LAST, Appetite, Fault, Meal, Words, check, prepared, words_of
 from tests.support.lives import Line, flat, words
 from tests.support.logs import KeepingLines
@@ -25,6 +32,8 @@ from tests.support.owned import eat_owned, session_of, whole_gradient
 from tests.support.ranks import run_ranks
 from tests.support.training import Recorder
 from tests.support.training import prepared as prepared_run
+
+WAIT_S = 0.05
 
 # Memory that runs out
 
@@ -161,6 +170,15 @@ class Spoiling(Watching):
         return self.model
 
 
+class ChangingByRank(Net):
+    """Its hook changes every copy of the parameters, by another number on each rank."""
+
+    def after_step(self, step: TrainedStep) -> None:
+        with torch.no_grad():
+            for parameter in step.model.parameters():
+                parameter.add_(1e-3 * Net.rank)
+
+
 class Using(Net):
     """Uses a parameter where it may be out of date."""
 
@@ -253,6 +271,19 @@ def live(group: Group, save_dir: str, words: list[str], task_class: type[Net], s
     return life
 
 
+def wait_in_backward(group: Group, save_dir: str, words: list[str], task_class: type[Net], shares_memory: bool) -> Life:
+    """A rank that waits for others for `WAIT_S` in each backward."""
+    backward = OwnedGradients.backward
+
+    def waiting(self: OwnedGradients, loss: torch.Tensor, pause: Pause = nullcontext) -> None:
+        with pause():
+            time.sleep(WAIT_S)
+        backward(self, loss, pause)
+
+    with mock.patch.object(OwnedGradients, "backward", waiting):
+        return live(group, save_dir, words, task_class, shares_memory)
+
+
 def run(
     path: Path,
     task_class: type[Task],
@@ -261,13 +292,14 @@ def run(
     *,
     shares_memory: bool = True,
     validate: bool = False,
+    rank: Callable[..., Life] = live,
 ) -> list[Life]:
     """A run with owners, or of replicas where `own` is None; `text` says who computes."""
     balance = text.split("--balance ")[1].split()[0].partition("/")[0]
     told = words(f"--optimizer adamw --lr 0.01 --no-save --bucket-cap-mb 0.0001 {text}", validate=validate)
     told += [] if own is None else ["--shard-model", "state", "--own", own]
     folder = prepared_run(path / ("replicas" if own is None else "owners"))
-    lives: list[Life] = run_ranks(live, balance.count(",") + 1, folder, told, task_class, shares_memory)
+    lives: list[Life] = run_ranks(rank, balance.count(",") + 1, folder, told, task_class, shares_memory)
     return lives
 
 
@@ -371,6 +403,21 @@ def test_ranks_are_compared_and_one_that_differs_is_repaired(tmp_path: Path) -> 
     compare(lives, calm, rel=0.0)
     assert calm[0].events == []
     assert [(event["cause"], event["ranks"], event["step"]) for event in lives[0].events] == [("fault", [1], 4)]
+
+
+def test_a_hook_that_changes_copies_by_rank_is_found(tmp_path: Path) -> None:
+    """An update would replace the copies by what their owners have, and hide it."""
+    for life in run(tmp_path, ChangingByRank, "--balance 1,1 --max-update 4 --check-replicas-every 2", "3,1"):
+        assert isinstance(life.error, ReplicasDiffer)
+        assert str(life.error).startswith("after step 2 the replicas differ in model.")
+
+
+def test_what_a_rank_waits_in_backward_is_no_work(tmp_path: Path) -> None:
+    text = "--balance 1,1 --max-update 4 --batch-size 20"
+    for life in run(tmp_path, Net, text, "3,1", rank=wait_in_backward):
+        assert life.error is None, life.error
+        for row in life.rows:
+            assert row["communication_s"] >= WAIT_S, "both ranks wait at the same time"
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])

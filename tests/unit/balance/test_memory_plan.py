@@ -57,6 +57,16 @@ def test_on_two_equal_cards_replicas_are_faster_as_they_hide_more() -> None:
     assert choose((none, state)) is none
 
 
+def test_gradients_of_one_micro_batch_take_three_units_and_what_is_received_two() -> None:
+    (_, small), (_, large) = (
+        both(rank(24, 4), rank(24, 4), model=replace(BILLION, largest_unit_parameters=unit), total=2)
+        for unit in (10_000_000, 20_000_000)
+    )
+    assert isinstance(small, Layout)
+    assert isinstance(large, Layout)
+    assert small.left_bytes[0] - large.left_bytes[0] == 5 * 10_000_000 * 4
+
+
 def test_a_small_card_owns_by_its_memory_and_computes_by_its_speed() -> None:
     none, state = both(*(replace(one, cost=replace(one.cost, batch=16)) for one in PAIR), model=HALF)
     assert isinstance(none, Misfit)

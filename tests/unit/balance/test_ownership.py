@@ -39,6 +39,12 @@ def test_a_rank_owns_its_fraction_to_a_grain() -> None:
         assert abs(owners.owned_by(rank) - fraction * owners.total) <= GRAIN
 
 
+def test_a_cut_lies_at_the_nearest_grain_of_its_own_tensor() -> None:
+    cuts = [cut([UnitSizes((10, 1000), (True, True))], [first, 1.0]).bounds[0][1] for first in (0.09, 0.1, 0.19)]
+    assert cuts == [10 + GRAIN, 10 + GRAIN, 10 + 2 * GRAIN]  # of 83.4, 91.8 and 161.3
+    assert cut([UnitSizes((100,), (True,))], [85.0, 15.0]).bounds == ((0, 100, 100),), "the end is nearer than 64"
+
+
 def test_whole_tensors_make_up_in_the_next_unit_for_what_a_cut_missed() -> None:
     units = [UnitSizes((100,), (False,)) for _ in range(40)]  # each goes to one rank
     owners = cut(units, [3.0, 1.0])

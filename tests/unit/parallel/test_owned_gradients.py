@@ -176,3 +176,11 @@ def test_what_a_forward_does_to_grad_loses_nothing() -> None:
     with owning(parameters) as reducer:
         step(reducer, lambda: loss_of(parameters), careless)
         assert gradients(reducer) == twice(parameters, 2.0)
+
+
+def test_sparse_gradients_add_up() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    with owning([table.weight]) as reducer:
+        for _ in range(2):  # the second step begins anew
+            step(reducer, *(lambda rows=rows: table(torch.tensor(rows)).sum() for rows in ([0, 0, 3], [3])))
+            assert gradients(reducer) == [[2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 0.0, 0.0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -235,3 +236,23 @@ def test_frozen_parameters_stay_in_their_groups_and_foreign_ones_are_refused() -
     names.popitem()
     with pytest.raises(ConfigError, match=r"AdamW has a parameter of shape \(1, 3, 2, 4\) that is not in the model"):
         OwnedState(adamw([{"params": list(model.parameters())}]), names)
+
+
+def test_what_is_owned_follows_the_parameters_into_the_memory_of_a_new_generation() -> None:
+    model = Net()
+    names = names_of(model)
+    owned = OwnedState(adamw([{"params": list(names)}]), names)
+    with owning(model, (1, 1)) as first:
+        owned.adopt_(first, cut=0)
+    pairs = [(one.parameter, one.owned) for one in owned.fragments.values()]
+    values = [part.detach().clone() for _, part in pairs]
+    earlier = weakref.ref(model.first.untyped_storage())
+    del first
+    second = OwnedGradients(
+        list(names), OneOf(0, 2), fractions=(1, 1), bucket_bytes=1 << 20, moved=owned.follow_
+    )  # fmt: skip
+    assert earlier() is None, "nothing keeps the memory of before"
+    for (parameter, part), value in zip(pairs, values, strict=True):
+        assert part.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        assert torch.equal(part, value)
+    second.close()

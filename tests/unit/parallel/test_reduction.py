@@ -287,6 +287,21 @@ def test_a_second_backward_after_the_buckets_have_left_is_refused() -> None:
             loss_of(parameters).backward()
 
 
+@pytest.mark.parametrize("make", [GradientReducer, WideReducer])
+def test_sparse_gradients_add_up(make: Any) -> None:
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    reducer = make([table.weight], Recorder(), bucket_bytes=1 << 20)
+    for _ in range(2):  # the second step begins anew
+        reducer.begin()
+        reducer.backward(table(torch.tensor([0, 0, 3])).sum())
+        reducer.expect_last()
+        reducer.backward(table(torch.tensor([3])).sum())
+        reducer.finish()
+        assert table.weight.grad is not None
+        assert table.weight.grad.tolist() == [[2.0] * 2, [0.0] * 2, [0.0] * 2, [2.0] * 2, [0.0] * 2]
+    reducer.close()
+
+
 def test_a_second_backward_before_they_leave_adds_up() -> None:
     # both halves of a bucket: it is not full before the second half has come
     parameters = make_parameters()

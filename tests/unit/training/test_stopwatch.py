@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -78,6 +79,46 @@ def test_waits_for_other_ranks_are_no_work(hands: Hands) -> None:
         hands.now_s += 64
         raise OSError("a peer is lost")
     assert clock.waited_s() == 34.0 + 64.0
+
+
+class Queue:
+    """A GPU that works off its queue; an event is reached when all before it is done."""
+
+    def __init__(self, hands: Hands) -> None:
+        self.hands, self.free_at_s = hands, 0.0
+
+    def work(self, seconds: float) -> None:
+        self.free_at_s = max(self.free_at_s, self.hands.now_s) + seconds
+
+    def event(self) -> Reached:
+        return Reached(max(self.free_at_s, self.hands.now_s))
+
+
+@dataclass
+class Reached:
+    at_s: float
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Reached) -> float:
+        return 1e3 * (other.at_s - self.at_s)
+
+
+def test_a_wait_of_the_host_counts_only_as_far_as_a_gpu_had_nothing_to_do(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, gpu = MicroBatchClock(torch.device("cuda")), Queue(hands)
+    monkeypatch.setattr(stopwatch, "_event", gpu.event)
+    for queued_s, waited_s, idle_s in ((100.0, 80.0, 0.0), (100.0, 130.0, 30.0)):
+        hands.now_s = gpu.free_at_s = max(hands.now_s, gpu.free_at_s)
+        clock.start()
+        gpu.work(queued_s)
+        with clock.paused():
+            hands.now_s += waited_s
+        gpu.work(50.0)
+        clock.mark()
+        assert clock.laps() == pytest.approx([150.0])
+        assert clock.waited_s() == pytest.approx(idle_s)
 
 
 def test_what_was_waited_within_a_lap_is_counted_as_waiting(hands: Hands) -> None:
