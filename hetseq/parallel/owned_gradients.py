@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hetseq.balance.ownership import Ownership, UnitSizes, cut
 from hetseq.comm.group import Group
@@ -118,7 +119,7 @@ class OwnedGradients:
         self._travelling: deque[_Unit] = deque()  # whose gradients have been sent, and may not have arrived
         self._counted = (0, 0)  # bytes sent and received at the last call of `traffic`
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
+            _hooked(parameter, functools.partial(self._gradient_arrived, index))
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -380,6 +381,15 @@ class OwnedGradients:
 
     def _held(self) -> list[torch.Tensor]:
         return [one.owned.grad for one in self.fragments if one.owned.grad is not None]
+
+
+def _hooked(parameter: torch.nn.Parameter, arrived: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Have `arrived` called after each gradient, also of a parameter that is frozen now and trained again later."""
+    is_trained = parameter.requires_grad
+    try:
+        return parameter.requires_grad_().register_post_accumulate_grad_hook(arrived)
+    finally:
+        parameter.requires_grad_(is_trained)
 
 
 def ownership_of(

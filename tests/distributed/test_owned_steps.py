@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hetseq import Task, TrainedStep
+from hetseq.balance import ownership
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.errors import ConfigError, HetSeqError, TaskError
 from hetseq.parallel.gradient_sync import Pause
@@ -191,6 +192,19 @@ class Using(Net):
             self.model[0].weight.norm()
 
 
+class Looking(Net):
+    """A hook of the optimizer looks at a parameter of the model."""
+
+    def build_model(self) -> nn.Module:
+        self.model = super().build_model()
+        return self.model
+
+    def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameter_groups, lr=0.01)
+        optimizer.register_step_post_hook(lambda *_: self.model[0].weight.norm())
+        return optimizer
+
+
 class Hiding(Net):
     """An optimizer that keeps parameters besides those of its groups."""
 
@@ -250,6 +264,8 @@ def live(group: Group, save_dir: str, words: list[str], task_class: type[Net], s
         group.meet_neighbours()
     Net.rank = group.rank
     life, recorder, session = Life(), Recorder(), None
+    fine = mock.patch.object(ownership, "GRAIN", 1)  # the tensors are smaller than a grain
+    fine.start()
     log, keeping = logging.getLogger("hetseq"), KeepingLines(life.lines)
     log.addHandler(keeping)
     log.setLevel(logging.INFO)
@@ -263,6 +279,7 @@ def live(group: Group, save_dir: str, words: list[str], task_class: type[Net], s
     except HetSeqError as error:
         life.error = error
     finally:
+        fine.stop()
         log.removeHandler(keeping)
         if session is not None:
             session.close()
@@ -395,6 +412,14 @@ def test_an_optimizer_that_keeps_parameters_besides_its_groups_is_refused(tmp_pa
         assert isinstance(life.error, ConfigError)
         assert str(life.error).startswith("--shard-model state: SGD keeps 0.weight in SGD.slow, besides its")
     assert [life.error for life in run(tmp_path, Hiding, text, None)] == [None] * 2  # the twin
+
+
+def test_an_optimizer_that_looks_at_the_model_while_it_steps_is_refused(tmp_path: Path) -> None:
+    text = "--balance 1,1 --max-update 4"
+    for life in run(tmp_path, Looking, text, "3,1"):
+        assert isinstance(life.error, TaskError)
+        assert str(life.error).startswith("SGD.step uses 0.weight, but with --shard-model state an optimizer may use")
+    assert [life.error for life in run(tmp_path, Looking, text, None)] == [None] * 2  # the twin
 
 
 def test_ranks_are_compared_and_one_that_differs_is_repaired(tmp_path: Path) -> None:

@@ -256,3 +256,28 @@ def test_what_is_owned_follows_the_parameters_into_the_memory_of_a_new_generatio
         assert part.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
         assert torch.equal(part, value)
     second.close()
+
+
+class WithScale(torch.optim.SGD):
+    """Keeps one number for each parameter, in a tensor of shape (1,)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one]["scale"] = torch.ones(1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_number_is_no_slice_of_a_parameter_of_which_one_element_is_owned(rank: int) -> None:
+    model = nn.Linear(65, 1, bias=False)
+    owned = OwnedState(WithScale(model.parameters(), lr=0.1), names_of(model))
+    with owning(model, (64, 1), rank) as reducer:
+        owned.adopt_(reducer, cut=0)
+        (one,) = reducer.fragments
+        assert one.owned.numel() == (64, 1)[rank]
+        one.owned.grad = torch.ones_like(one.owned)
+        owned.optimizer.step()
+        tensors, _ = owned.slices()
+        assert isinstance(tensors["optim.weight.scale"], torch.Tensor), "each owner has all of it"
+        assert isinstance(tensors["model.weight"], list)

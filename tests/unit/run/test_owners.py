@@ -112,3 +112,23 @@ def test_parameters_and_buffers_in_the_same_memory_are_refused() -> None:
     parts = [torch.nn.Parameter(part.view(4, 4)) for part in flat.split(16)]
     model = torch.nn.ParameterList(parts)  # one beside the other
     refuse_shared_memory(model, {one: name for name, one in model.named_parameters()})
+
+
+def test_what_has_owners_stays_when_a_task_freezes_some_of_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 1), torch.nn.Linear(1, 100))
+    config = DistributedConfig(shard_model="state", own="equal")
+    optimizer, told = torch.optim.AdamW(model.parameters()), {"slots": (0, 1)}
+    first, owned = owners.make_reducer(model, optimizer, RankOf(), config, before=None, is_first=True, **told)
+    first.close()
+    model[0].requires_grad_(False)
+    before = owners.OwnersOfBefore(owned)
+    second, _ = owners.make_reducer(model, optimizer, RankOf(), config, before=before, is_first=False, **told)
+    assert second.used.shape == first.used.shape == (4,)
+    for is_trained in (False, True):
+        model[0].requires_grad_(is_trained)
+        with second.without_sending():
+            second.begin()
+            second.backward(model(torch.ones(1, 100)).sum())
+            second.finish()
+        assert second.used.tolist() == [is_trained, is_trained, True, True]
+    second.close()
