@@ -387,7 +387,8 @@ def _hooked(parameter: torch.nn.Parameter, arrived: Callable[[torch.Tensor], Non
     """Have `arrived` called after each gradient, also of a parameter that is frozen now and trained again later."""
     is_trained = parameter.requires_grad
     try:
-        return parameter.requires_grad_().register_post_accumulate_grad_hook(arrived)
+        hook: RemovableHandle = parameter.requires_grad_().register_post_accumulate_grad_hook(arrived)
+        return hook
     finally:
         parameter.requires_grad_(is_trained)
 
