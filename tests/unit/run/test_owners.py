@@ -124,6 +124,7 @@ def test_what_has_owners_stays_when_a_task_freezes_some_of_it() -> None:
     before = owners.OwnersOfBefore(owned)
     second, _ = owners.make_reducer(model, optimizer, RankOf(), config, before=before, is_first=False, **told)
     assert second.used.shape == first.used.shape == (4,)
+    assert [one.requires_grad for one in model.parameters()] == [False, False, True, True]
     for is_trained in (False, True):
         model[0].requires_grad_(is_trained)
         with second.without_sending():
