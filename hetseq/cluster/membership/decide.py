@@ -9,9 +9,9 @@ a rank has got. Members are at most one update apart, because committing the nex
 the longest lineage is the base. A rank that is one update behind and holds exactly that gradient applies the update
 too; any other rank receives the state from a survivor. If no rank saw the commit, no rank is behind, and the step is
 computed again from the same samples. With `--shard-model state` the base also needs all its parts. If its holders do
-not own all elements together, the base is lost, and all ranks begin from the newest checkpoint. These rules, and a
-counterexample for each protocol that lacks one of them, come from a search over all interleavings of a model; see
-docs/design/membership.md.
+not own all elements together, the base is lost, and all ranks go back to the newest image in memory of which the
+members' nodes have all parts, or else to the newest checkpoint. These rules, and a counterexample for each protocol
+that lacks one of them, come from a search over all interleavings of a model; see docs/design/membership.md.
 """
 
 from __future__ import annotations
@@ -51,6 +51,31 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Image:
+    """The parts of one image of the state that are whole in the memory of a member's node."""
+
+    plan: str  # identifies the image, and how it is divided into parts
+    lineage: Lineage
+    generation: int  # that made it
+    parts: tuple[int, ...]
+    number_of_parts: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Later images are greater. A step of an older generation may be of a course that was given up since."""
+        return self.generation, self.lineage.step
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Image:
+        """The inverse of `asdict`. Raises KeyError, TypeError or ValueError if the record is not valid."""
+        lineage, number = _lineage(record["lineage"]), _whole(record["number_of_parts"])
+        parts = tuple(sorted(map(_whole, record["parts"])))
+        if lineage is None or not parts or not 0 <= parts[0] <= parts[-1] < number:
+            raise ValueError(f"no parts of an image: {parts} of {number}")
+        return cls(str(record["plan"]), lineage, _whole(record["generation"]), parts, number)
+
+
+@dataclass(frozen=True)
 class Report:
     """The state of a frozen worker; an incarnation is one start of one process."""
 
@@ -64,6 +89,8 @@ class Report:
     #: everything. A member that owns nothing reports (0, all)
     part: tuple[int, int] | None = None
     cut: int | None = None  # the generation that cut the state into such parts; None: the one that it reports for
+    images: tuple[Image, ...] = ()  # in the memory of its node
+    saved: int = 0  # the step of the newest checkpoint that it knows of
 
     @property
     def cut_by(self) -> int:
@@ -81,6 +108,7 @@ class Report:
             str(record["incarnation"]), _whole(record["generation"]), _lineage(record["lineage"]),
             _tag(record["gradient"]), _update(record["last"]),
             _cost(record["cost"]), _part(record.get("part")), _optional(record.get("cut")),
+            tuple(map(Image.from_record, record.get("images", ()))), _whole(record.get("saved", 0)),
         )  # fmt: skip
 
 
@@ -90,12 +118,13 @@ class Record:
 
     generation: int
     roster: tuple[str, ...]  # incarnations, in rank order
-    base: Lineage | None = None  # the state it starts from; None: the newest checkpoint, or the initial values
+    base: Lineage | None = None  # the state it starts from; None: the newest state in memory or on disk, or the first
     last: Update | None = None  # the update that led to the base, for members that have yet to apply it
     fresh: frozenset[str] = frozenset()  # the members that receive the state
     costs: tuple[Cost | None, ...] = ()  # by rank, where known; they determine the shares
     is_last: bool = False  # too few ranks are left: save the state, and stop
-    lost: str = ""  # which ranks owned a part of the state that no member holds any more, in words; the base is None
+    lost: str = ""  # which ranks owned a part of the state that no member holds any more, in words
+    image: str = ""  # the plan of the image that the base is read from; all members are fresh
 
     @property
     def donors(self) -> tuple[str, ...]:
@@ -113,7 +142,7 @@ class Record:
             int(record["generation"]), tuple(map(str, record["roster"])), _lineage(record["base"]),
             _update(record["last"]), frozenset(map(str, record["fresh"])),
             tuple(map(_cost, record["costs"])),
-            bool(record["is_last"]), str(record.get("lost", "")),
+            bool(record["is_last"]), str(record.get("lost", "")), str(record.get("image", "")),
         )  # fmt: skip
 
 
@@ -137,21 +166,47 @@ def decide(
         raise ValueError(f"no member is left after generation {newest.generation}")
     record = Record(newest.generation + 1, tuple(roster), costs=_costs(roster, reports))
     holders = [name for name, report in voters.items() if report.lineage is not None]
-    if not holders:  # a generation that began anew may have ended before any of its members did so
-        return replace(record, fresh=frozenset(roster), lost=newest.lost)
+    if not holders:  # a generation that went back or began anew may have ended before any of its members did so
+        return _gone_back(record, voters.values(), newest.lost)
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
     _check_parts([voters[name] for name in holders])
     survivors, missing = _whole_state({name: voters[name] for name in survivors})
     if missing:
         gone = [order[name] for name in newest.roster if name not in survivors]
-        return replace(record, fresh=frozenset(roster), lost=_in_words(gone, missing))
+        return _gone_back(record, voters.values(), _in_words(gone, missing))
     return replace(record, base=base, last=last, fresh=frozenset(roster) - survivors)
 
 
-def is_whole(reports: Collection[Report]) -> bool:
-    """Whether members with the same lineage hold all of the state together; a replica does so alone."""
-    return bool(reports) and not _whole_state({report.incarnation: report for report in reports})[1]
+def hold_base(record: Record, reports: Collection[Report]) -> bool:
+    """Whether some of a record's members, by what they reported for it, hold all of the state together.
+
+    A replica does so alone.
+    """
+    if record.image:
+        return any(image.plan == record.image for image in _whole_images(reports))
+    donors = {report.incarnation: report for report in reports if report.incarnation in record.donors}
+    return bool(donors) and not _whole_state(donors)[1]
+
+
+def _gone_back(record: Record, reports: Collection[Report], lost: str) -> Record:
+    """The record of members that have lost a part of their state: from the newest image of which their nodes have all
+    parts, unless a checkpoint is newer."""
+    saved = max((report.saved for report in reports), default=0)
+    newest = max(_whole_images(reports), key=lambda image: image.order, default=None)
+    back = replace(record, fresh=frozenset(record.roster), lost=lost)
+    if newest is None or newest.lineage.step < saved:
+        return back
+    return replace(back, base=newest.lineage, image=newest.plan)
+
+
+def _whole_images(reports: Collection[Report]) -> list[Image]:
+    """The images of which these members' nodes have all parts together."""
+    found: dict[str, Image] = {}
+    for image in (image for report in reports for image in report.images):
+        before = found.get(image.plan, image).parts
+        found[image.plan] = replace(image, parts=tuple(sorted({*before, *image.parts})))
+    return [image for image in found.values() if len(image.parts) == image.number_of_parts]
 
 
 def _whole_state(reports: Mapping[str, Report]) -> tuple[set[str], float]:

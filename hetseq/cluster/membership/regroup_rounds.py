@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hetseq.cluster.membership.decide import Record, Report, decide, is_whole
+from hetseq.cluster.membership.decide import Record, Report, decide, hold_base
 from hetseq.cluster.rendezvous.leader_election import Standing
 
 Order = dict[str, Any]
@@ -59,7 +59,7 @@ class Generations:
         self._newcomers: list[str] = []  # ready to take part, in order of arrival
         self._expected: set[int] = set()  # slots whose replacement is being started
         self._reports: dict[str, Report] = {}
-        self._donors: dict[str, Report] = {}  # to the newest generation, with what they reported
+        self._survivors: dict[str, Report] = {}  # from which the newest record was made
         self._patience: dict[str, float] = {}  # of members that have answered: deadline for their report
         self._unheard: dict[str, float] = {}  # of members that may lack the newest record: deadline to acknowledge it
         self._began_s: float | None = None  # of the open round
@@ -218,7 +218,8 @@ class Generations:
         """
         deaf = [name for name, until_s in self._unheard.items() if now_s >= until_s]
         hearing = set(self.members) - self._unheard.keys()
-        has_state = not self._donors or is_whole([report for name, report in self._donors.items() if name in hearing])
+        reports = [report for name, report in self._survivors.items() if name in hearing]
+        has_state = self.newest.base is None or not self._survivors or hold_base(self.newest, reports)
         if not (deaf and hearing and has_state):
             return
         for name in deaf:
@@ -312,7 +313,7 @@ class Generations:
         self._has_lost = False
         record = decide(self.newest, self._reports, self._newcomers, order=self.slots)
         self.newest = replace(record, is_last=is_last)
-        self._donors = {name: self._reports[name] for name in record.donors}
+        self._survivors = self._reports
         self._reports, self._newcomers, self._began_s, self._has_wished = {}, [], None, False
         self._unheard = dict.fromkeys(record.roster, now_s + HEARD_S)
         for name in record.roster:
