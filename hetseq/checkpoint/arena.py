@@ -254,6 +254,12 @@ def node_name() -> str:
         return os.uname().nodename
 
 
+def memory_name() -> str:
+    """The same for all processes that see each other's arenas: those of a machine, or of a container."""
+    about = SHARED_MEMORY.stat()
+    return f"{node_name()}:{about.st_dev}:{about.st_ino}"
+
+
 def encoded(record: dict[str, Any]) -> bytes:
     """A record as stored in an arena."""
     return json.dumps(record, separators=(",", ":")).encode()

@@ -123,6 +123,11 @@ def pieces_of(tensors: Mapping[str, Held]) -> list[Piece]:
     return pieces
 
 
+def key_of(tensors: Mapping[str, Held]) -> int:
+    """The key of what this rank holds, for a row of its own. Raises the errors of `pieces_of`."""
+    return _key(sha256(_text(pieces_of(tensors)).encode()))
+
+
 def describe(setting: CheckpointContext, tensors: Mapping[str, Held], rows: Sequence[Row]) -> Layout:
     """The layout for these tensors, after rows have shown that the ranks hold different things; every rank calls it.
 

@@ -38,6 +38,7 @@ class LeftPart:
     state: str | None  # the content of state.json, in part 0
     is_kept: bool  # meant for memory only; otherwise meant for the disk too
     known: tuple[int, ...]  # nonces of the newest commits that the run knew of, and of the one in progress
+    start: str  # of an image: the start of the run that made it; "" for others
 
 
 def sweep(run_id: str, *, now_s: float) -> list[Path]:
@@ -80,10 +81,14 @@ def directory_mark(run_directory: Path) -> str:
 class Remains:
     """The sealed parts that earlier starts of a run left on this node; any rank, alone.
 
-    They stay in memory until `close`, so a start that fails early takes nothing from the next one.
+    They stay in memory until `close`, so a start that fails early takes nothing from the next one. With `start` only
+    the images (`checkpoint.images`) of that start count, also those that a process still holds; with `are_images` only
+    images, or only other states.
     """
 
-    def __init__(self, run_id: str, run_directory: Path) -> None:
+    def __init__(
+        self, run_id: str, run_directory: Path, *, start: str | None = None, are_images: bool | None = None
+    ) -> None:
         mark = directory_mark(run_directory)
         self._arenas: list[Arena] = []
         self.parts: list[LeftPart] = []
@@ -98,7 +103,10 @@ class Remains:
                     continue
                 self._arenas.append(arena)
                 part = None if record is None else _part_in(arena, record, run_id)
-                if part is not None:
+                is_meant = part is None or (start in (None, part.start) and are_images in (None, bool(part.start)))
+                if not is_meant:
+                    self._arenas.pop().close(unlink=False)
+                elif part is not None:
                     self.parts.append(part)
 
     def close(self, *, remove: bool) -> None:
@@ -149,8 +157,10 @@ def _part_in(arena: Arena, record: dict[str, Any], run_id: str) -> LeftPart | No
     sums = arena.sums(arena.status[1], image_bytes=size)
     if sums is None:
         return None
-    is_kept = record.get("is_kept") is True
-    return LeftPart(arena, attempt, plan, index, size, sums, state, is_kept, tuple(known))
+    is_kept, start = record.get("is_kept") is True, record.get("start", "")
+    if not isinstance(start, str):
+        return None
+    return LeftPart(arena, attempt, plan, index, size, sums, state, is_kept, tuple(known), start)
 
 
 def _is_sealed(descriptor: int) -> bool:

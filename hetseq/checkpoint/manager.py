@@ -445,7 +445,7 @@ class CheckpointManager:
         alone.
         """
         self._known = list(known)
-        self._remains = Remains(self._setting.run_id, self._setting.run_directory)
+        self._remains = Remains(self._setting.run_id, self._setting.run_directory, are_images=False)
 
     def keep_best_until(self, step: int) -> None:
         """Keep the best checkpoint of the steps until `step` for good; every rank, before the first save."""

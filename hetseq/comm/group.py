@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from hetseq.comm import socket_filter as wall
+from hetseq.comm.messages import Messages
 from hetseq.comm.peer_errors import PeerErrors, Work
 from hetseq.comm.shared_memory import LONGEST_ROW, NO_NAME, SharedMemoryRanks, machine, open_door
 from hetseq.comm.shared_slices import SharedSlices
@@ -132,6 +133,13 @@ class Group(RowTransport, TensorTransport, Protocol):
         """Transfers of slices of memory on `device`, the device on which this rank computes. Collective.
 
         Raises PeerLostError.
+        """
+        ...
+
+    def messages(self, name: str) -> Messages:
+        """Messages between two ranks, over connections of their own. Collective; a `name` is used once in a run.
+
+        Blocks. Raises RendezvousError and PeerLostError.
         """
         ...
 
@@ -243,10 +251,16 @@ class GlooGroup:
             return self
         if len(ranks) == 1:
             return LocalGroup(generation=self.generation)
-        meeting = replace(self._meeting, name=f"{self._meeting.name}/{name}")
-        group = connect(
-            rank=list(ranks).index(self.rank), world_size=len(ranks), meeting=meeting, timeout_s=self.deadline_s
-        )
+        return self._connect_apart(list(ranks).index(self.rank), len(ranks), name)
+
+    def messages(self, name: str) -> Messages:
+        group = self._connect_apart(self.rank, self.world_size, name, shares_memory=False)
+        return Messages(group._transport, sever=group.sever, close=group.close)
+
+    def _connect_apart(self, rank: int, world_size: int, name: str, **options: Any) -> GlooGroup:
+        """A group of some or all of these ranks with connections of its own, which ends with this one."""
+        meeting = replace(self._meeting, name=f"{self._meeting.name}/{name}", **options)
+        group = connect(rank=rank, world_size=world_size, meeting=meeting, timeout_s=self.deadline_s)
         self._subgroups.append(group)
         if self._is_severed:  # by another thread, meanwhile
             group.sever()
@@ -364,6 +378,9 @@ class LocalGroup:
 
     def slices(self, device: torch.device) -> SliceExchange:
         return TaggedSlices(None, rank=0, world_size=1, deadline_s=lambda: self.deadline_s)
+
+    def messages(self, name: str) -> Messages:
+        raise AssertionError("a world of one sends nothing")
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         return self

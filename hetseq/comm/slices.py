@@ -10,24 +10,20 @@ matched by the number of its transfer.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from hetseq.comm.peer_errors import PeerErrors
-
-T = TypeVar("T")
+from hetseq.comm.serial_thread import SerialThread
 
 _TAGS = 1 << 30
 _AT_ONCE = 2  # slices of a sum that an owner receives, so that their memory does not grow with the number of givers
-_END_S = 2.0  # for the thread to end once its connections are cut
 
 
 class Transfer(Protocol):
@@ -106,7 +102,7 @@ class TaggedSlices:
         self._free: list[torch.Tensor] = []
         self._tag = 0
         # messages of a GPU are posted by a thread of their own, once the GPU has computed them
-        self._posting, self._waiting = _Serial("post slices"), _Serial("await slices")
+        self._posting, self._waiting = SerialThread("post slices"), SerialThread("await slices")
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         fitting = [one for one in self._free if (one.dtype, one.device, one.numel()) == (dtype, device, elements)]
@@ -288,38 +284,3 @@ class _Awaited:
         if self._at_end is not None:
             self._at_end()
             self._at_end = None
-
-
-class _Serial:
-    """A thread that does one thing after the other; it starts with the first one and does not keep a process alive."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._name = name
-        self._thread: threading.Thread | None = None
-
-    def put(self, task: Callable[[], T]) -> Future[T]:
-        """Do `task` after the earlier ones; the future has its result or error."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(task())
-            except BaseException as error:  # raised by the thread that waits
-                future.set_exception(error)
-
-        self._tasks.put(run)
-        return future
-
-    def end(self) -> None:
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join(_END_S)
-
-    def _serve(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            del task  # it holds memory

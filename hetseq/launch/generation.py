@@ -8,7 +8,7 @@ from hetseq.cluster.membership.assignment import GenerationRanks
 from hetseq.cluster.membership.decide import Report
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.comm.group import Group
-from hetseq.run.regroup import KeptState, Regroup
+from hetseq.run.regroup import Regroup
 from hetseq.run.session import Session
 from hetseq.training.step_engine import Between, Engine, Settled, ended
 
@@ -76,8 +76,10 @@ def after(before: Generation, following: Generation, now_s: float) -> Generation
     return replace(following, story=story, lost_s=now_s if before.lost_s is None else before.lost_s)
 
 
-def report_of(incarnation: str, generation: int, carried: KeptState | None) -> Report:
-    """The report of a rank that built no session in this generation: its carried state is unchanged."""
+def report_of(incarnation: str, generation: int, succession: Regroup | None) -> Report:
+    """The report of a rank that built no session in this generation: its carried state is unchanged, unless it was to
+    go back."""
+    carried = None if succession is None or succession.record.image else succession.carried
     if carried is None:
         return Report(incarnation, generation)
     owned = carried.owned

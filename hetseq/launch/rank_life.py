@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 import torch
 
 from hetseq.checkpoint.directory import scan
+from hetseq.checkpoint.images import images_here
 from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, InferenceJob
-from hetseq.cluster.membership.decide import Record
-from hetseq.cluster.membership.step_commit import Wish
+from hetseq.cluster.membership.decide import Image, Record, Report
+from hetseq.cluster.membership.step_commit import Wish, parse_lineage
 from hetseq.comm.directory_groups import everything_shared, share
 from hetseq.comm.group import Group, GroupMeeting, LocalGroup, connect
 from hetseq.config.sections import CheckpointConfig, Config
@@ -229,7 +230,7 @@ class RankLife:
 
     def _train(self, generation: Generation) -> Engine[dict[str, Any] | str]:
         config = self._config
-        if generation.lost:
+        if generation.lost and generation.succession is None:
             config = self._begin_anew(generation)
         while True:
             whereabouts.enter(Phase.BUILDING)
@@ -249,7 +250,7 @@ class RankLife:
                 whereabouts.enter(Phase.ENDING)
                 report = self._finish(session, halt)
                 if halt is Halt.LEAVING:  # the others save again what is being written now, without waiting for it
-                    session.suspend()
+                    session.suspend(is_leaving=True)
                 if halt is not Halt.CHANGING:  # else `_succeed` suspends it, without waiting for a peer that dies now
                     session.close(has_failed=session.saver.last_error is not None)
                 if isinstance(report, dict) and report["code"] == EXIT_DONE:
@@ -336,7 +337,7 @@ class RankLife:
         assert generation.group is not None
         job = RankJob(
             config, self._directory, generation.group, self._material, self._metrics, self._wish,
-            generation.sharing, generation.crew.slots, generation.succession,
+            generation.sharing, generation.crew.slots, generation.succession, self._placement.name or "alone",
         )  # fmt: skip
         session = build_session(job)
         self._line.show(session.status.renew)
@@ -362,13 +363,13 @@ class RankLife:
         logger.debug("generation %d is over: %s", generation.crew.generation, lost)
         faults.point("regroup")
         generation.sever()
+        carried = generation.succession.carried if generation.succession is not None else None
         if session is not None:
             report = session.controller.report(self._placement.incarnation)
             session.suspend()
         else:
-            carried = generation.succession.carried if generation.succession is not None else None
-            report = report_of(self._placement.incarnation, generation.crew.generation, carried)
-        record = line.report(report.to_record())
+            report = report_of(self._placement.incarnation, generation.crew.generation, generation.succession)
+        record = line.report(self._with_images(report, session, carried).to_record())
         next_record = Record.from_record(record["record"])
         carried = self._carry(generation, next_record)
         following = after(generation, self._read(record, carried), now_s)
@@ -378,9 +379,28 @@ class RankLife:
         generation.close()
         return following
 
+    def _with_images(self, report: Report, session: Session | None, carried: KeptState | None) -> Report:
+        """A report with what is in the memory of this node, and with the newest checkpoint that this rank knows of."""
+        if self._config.distributed.shard_model == "none":
+            return report
+        directory, saver = self._directory, None if session is None else session.saver
+        saver = carried.saver if saver is None and carried is not None else saver
+        images = tuple(
+            Image(
+                one.plan, parse_lineage(one.identity.step, one.identity.lineage), one.identity.generation, one.parts,
+                one.number_of_parts,
+            )
+            for one in images_here(directory.run_id, directory.path, start=self._placement.name or "alone")
+        )  # fmt: skip
+        return replace(report, images=images, saved=0 if saver is None else saver.last_step)
+
     def _carry(self, generation: Generation, record: Record) -> KeptState | None:
         """The state that this rank keeps for the next generation; None if it will receive the state."""
         session, succession = generation.session, generation.succession
+        if record.image:  # of a rank that has a state only the objects are kept
+            if session is not None:
+                return session.carry(None)
+            return succession.carried if succession is not None else None
         if self._placement.incarnation in record.fresh:
             if session is not None:
                 session.close()

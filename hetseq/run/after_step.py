@@ -154,6 +154,7 @@ class AfterStep:
         outcome, due = result.outcome, self.due(controller, result)
         self._report(result, due.row)
         self._watch.see(result)
+        self._saver.heed(outcome.rows)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
         # the part of a rank that leaves goes to the others by way of a checkpoint

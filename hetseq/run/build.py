@@ -20,6 +20,7 @@ import torch
 
 from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
+from hetseq.checkpoint.images import Images
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import DirectoryGroups, everything_shared
 from hetseq.comm.group import Group, RowTransport
@@ -39,6 +40,7 @@ from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.layout import Layout, one_rank_each
+from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
@@ -48,7 +50,7 @@ from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.owners import OwnersOfBefore, make_reducer, warn_of_no_save
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
 from hetseq.run.recipe import changes, recipe_of
-from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
+from hetseq.run.regroup import KeptState, Regroup, StartState, go_back, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, nothing_to_do, open_checkpoints, resume
 from hetseq.run.session import Session
 from hetseq.run.start_notes import log_again
@@ -100,6 +102,7 @@ class RankJob:
     sharing: DirectoryGroups | None = None
     slots: tuple[int, ...] = ()
     succession: Regroup | None = None
+    start: str = "start"  # identifies this start of the run
 
     @functools.cached_property
     def directory_group(self) -> DirectoryGroups:
@@ -209,15 +212,22 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     provenance = _provenance(job, replica, asked, parts) if job.carried is None else job.carried.provenance
     inherited: StartState | None = None
     beginning: Beginning | None = None
-    has_end = horizon.has_end(config.optimization)
+    has_end, keeps_states = horizon.has_end(config.optimization), replica.owned is None
+    images = make_images(job, replica, undo)
     if job.succession is not None:
-        inherited = hand_over(job.succession, replica, provenance, job.directory_group)
+        if job.succession.record.image:
+            inherited = go_back(job.succession, replica, provenance, job.directory_group, images)
+        else:
+            inherited = hand_over(job.succession, replica, provenance, job.directory_group)
         state, provenance, known = inherited.state, inherited.provenance, inherited.known
         manager = open_checkpoints(
-            config.checkpoint, job.directory, job.directory_group.group, has_end=has_end, known=known
+            config.checkpoint, job.directory, job.directory_group.group, has_end=has_end, keeps_states=keeps_states,
+            known=known,
         )  # fmt: skip
     else:
-        manager = open_checkpoints(config.checkpoint, job.directory, job.directory_group.group, has_end=has_end)
+        manager = open_checkpoints(
+            config.checkpoint, job.directory, job.directory_group.group, has_end=has_end, keeps_states=keeps_states
+        )  # fmt: skip
         state, is_explicit = TrainingState(), config.data.global_batch_size is not None
         target = Target(replica, provenance, is_explicit)
         beginning = choose_checkpoint(manager, config.checkpoint, job.directory, job.directory_group, target)
@@ -230,14 +240,33 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
         if beginning is None:
             begin_alike_(job.material.model, job.group)
         _override(replica.optimizer, config.checkpoint)
+    if images is not None:
+        images.keep_only(job.succession.record.image or None if job.succession is not None else None)
     saver = Saver(
-        manager, config.checkpoint, provenance, replica, sharing=job.directory_group, generation=job.group.generation,
-        before=job.carried.saver if job.carried is not None else None,
+        manager, config.checkpoint, provenance, replica, sharing=job.directory_group, images=images,
+        generation=job.group.generation, before=job.carried.saver if job.carried is not None else None,
     )  # fmt: skip
     undo.callback(saver.close)
     if "meters" in state.resets:
         manager.keep_best_until(state.resets["meters"])
     return Start(state, provenance, saver, parts, inherited, beginning)
+
+
+def make_images(job: RankJob, replica: Replica, undo: ExitStack) -> Images | None:
+    """What keeps the state in memory where ranks own parts of it; None for replicas. Collective."""
+    config, group = job.config.checkpoint, job.group
+    if replica.owned is None or not config.memory_interval_updates:
+        return None
+    assert isinstance(replica.reducer, OwnedGradients)
+    ownership = replica.reducer.ownership
+    owned = [float(ownership.owned_by(rank)) for rank in range(group.world_size)]
+    messages = group.messages("images") if group.world_size > 1 else None
+    if messages is not None:
+        undo.callback(messages.close)
+    return Images(
+        job.directory.path, job.directory.run_id, group, start=job.start, owned=owned, messages=messages,
+        memory_bytes=config.memory_buffer_bytes(),
+    )  # fmt: skip
 
 
 def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from hetseq.checkpoint import CheckpointManager, Held, Identity, Loaded, SaveResult
-from hetseq.cluster.membership.step_commit import SaveStatus, parse_lineage
+from hetseq.checkpoint.images import Images, Protection
+from hetseq.cluster.membership.step_commit import CommitRow, SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import WITHOUT_END, CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
@@ -87,7 +88,8 @@ class Saver:
     """Decides when a checkpoint is due and has it written; one per rank, and all ranks save together.
 
     A save continues while the next steps are trained: `save` begins it, and `go_on` after each later step ends it.
-    `before` is this rank's saver of the previous generation; its clock and failures carry over.
+    `before` is this rank's saver of the previous generation; its clock and failures carry over. Where ranks own parts
+    of the state, `images` keep it in memory, otherwise the manager does.
     """
 
     def __init__(
@@ -98,12 +100,15 @@ class Saver:
         replica: Replica,
         *,
         sharing: DirectoryGroups,
+        images: Images | None = None,
         generation: int = 0,
         before: Saver | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager, self._config, self._provenance, self._replica = manager, config, provenance, replica
         self._sharing, self._generation, self._now = sharing, generation, now
+        self._images = images
+        self._making_s = 0.0  # on the slowest rank, of the newest image
         self._last_s: float = now() if before is None else before._last_s
         self._kept_s: float | None = None  # when a state was last kept in memory
         self._is_prepared = False
@@ -139,18 +144,20 @@ class Saver:
     def settle(self) -> None:
         """Wait until no part of the state is being copied. Any rank may call it alone."""
         self._manager.settle()
+        if self._images is not None:
+            self._images.settle()
 
     def is_keep_due(self, step: int) -> bool:
         """Whether to keep the state after this step in memory, by --memory-interval-updates; rank zero decides."""
-        every = self._config.memory_interval_updates
-        is_scattered = self._replica.owned is not None and self._sharing.count > 1
-        if not self._manager.keeps_states or is_scattered:  # no node alone has all parts of a state
+        every, images = self._config.memory_interval_updates, self._images
+        if not every or not (self._manager.keeps_states if images is None else not images.is_refused):
             return False
         if self._kept_s is None:
             return True
         if every > 0:
             return step % every == 0
-        return self._now() - self._kept_s >= max(_LEAST_KEEPING_S, _KEEPING_SHARE * self._manager.keeping_s)
+        keeping_s = self._manager.keeping_s if images is None else self._making_s
+        return self._now() - self._kept_s >= max(_LEAST_KEEPING_S, _KEEPING_SHARE * keeping_s)
 
     def status(self, step: int) -> SaveStatus:
         """The fields about saving in this rank's row of step `step`, which is being committed."""
@@ -160,8 +167,15 @@ class Saver:
             writing=self._manager.is_busy,
             failed=self._manager.has_failed,
             keep=self.is_keep_due(step),
-            sealed=self._manager.is_sealed,
+            sealed=self._manager.is_sealed if self._images is None else self._images.is_safe,
+            making_us=0 if self._images is None else round(1e6 * self._images.making_s),
         )
+
+    def heed(self, rows: Sequence[CommitRow]) -> None:
+        """After each commit, given the rows of all ranks: what they say of the newest image. Any rank, alone."""
+        if self._images is not None:
+            self._making_s = max(row.saving.making_us for row in rows) / 1e6
+            self._images.heed(are_all_safe=all(row.saving.sealed for row in rows))
 
     def kinds_due(
         self, state: TrainingState, *, epoch_ended: int | None, is_best: bool, is_overdue: bool, is_stopping: bool,
@@ -200,7 +214,8 @@ class Saver:
 
         A small state is prepared in a moment, and many short runs save only at their end.
         """
-        is_wanted = self._config.memory_interval_updates > 0 or self._replica.state_bytes() >= _LARGE_BYTES
+        keeps = self._config.memory_interval_updates > 0 and self._images is None
+        is_wanted = keeps or self._replica.state_bytes() >= _LARGE_BYTES
         if not self._is_prepared and not self._config.no_save and is_wanted:
             self._prepare(self._content()[0])
 
@@ -238,6 +253,9 @@ class Saver:
         """
         self._kept_s = self._now()
         self._replica.task_state.share(self._sharing.whole)
+        if self._images is not None:
+            self._make_image(self._images, state, nonce=nonce, rows=rows)
+            return
         if not self._manager.keeps_states:
             return
         self._lend_patience()
@@ -247,7 +265,42 @@ class Saver:
             at_once=self._replica.changed_by_forward(),
         )  # fmt: skip
         faults.point("snapshot")
-        if not is_kept and not self._manager.is_underway and not self._has_said_too_large:
+        if not is_kept and not self._manager.is_underway:
+            self._say_too_large()
+
+    def _make_image(self, images: Images, state: TrainingState, *, nonce: int, rows: Rows) -> None:
+        before = images.protection
+        tensors, numbers = self._replica.held_tensors()
+        tensors |= self._replica.task_state.content()[0]
+        numbers = self._replica.all_numbers(numbers, self._sharing.whole)
+        saved = {"last": self.last_step, "best": self.best, "known": self._manager.known}
+        is_made = images.make(
+            tensors, {**self._describe(state, numbers, rows), "saved": saved}, identity=self._identity(state),
+            nonce=nonce, at_once=self._replica.changed_by_forward(), known=self._manager.known,
+        )  # fmt: skip
+        faults.point("snapshot")
+        if images.protection != before and images.protection is not None:
+            self._say_what_protects(images.protection)
+        if not is_made and not images.is_refused:
+            self._say_too_large()
+
+    def _say_what_protects(self, protection: Protection) -> None:
+        """Log where the images are, or which ranks' death would cost the steps since a save."""
+        if self._sharing.whole.rank != 0:
+            return
+        remedy = "give --memory-buffer-size more, or make room in /dev/shm"
+        if protection.refusal is not None:
+            logger.warning(
+                "there is no memory for images of the state (%s), so the loss of an owner costs the steps since the"
+                " newest checkpoint: %s [no-second-place]", protection.refusal, remedy,
+            )  # fmt: skip
+        elif protection.alone and self._sharing.whole.world_size > 1 and self._generation == 0:
+            logger.info(
+                "all ranks are on one node: its memory keeps the state of a killed process, but not that of a lost node"
+            )
+
+    def _say_too_large(self) -> None:
+        if not self._has_said_too_large:
             self._has_said_too_large = True
             logger.info("too many numbers besides tensors for a state in memory: a kill costs the steps since a save")
 
@@ -323,7 +376,14 @@ class Saver:
         With `has_failed` the newest state stays in memory, and the next start of the run finds it there.
         """
         self._hook.remove()
+        if self._images is not None:
+            self._images.close(keep=has_failed)
         self._manager.close(has_failed=has_failed, is_hasty=is_hasty)
+
+    def forget_images(self) -> None:
+        """Free all images of this run in the memory of this node: the run is over, or its state is in files."""
+        if self._images is not None:
+            self._images.free()
 
     def _take(self, result: SaveResult | None, state: TrainingState) -> list[Saved]:
         """The save under way, once it is over in every directory; `result`: it just ended in this one. Collective."""
@@ -371,7 +431,7 @@ class Saver:
                 memory_mb = self._manager.node_memory_bytes / 1e6
                 reason = ", kept for crash recovery" if self._manager.keeps_states else ""
                 logger.info("async checkpoints: %.1f MB of /dev/shm%s", memory_mb, reason)
-            if self._config.memory_interval_updates and not self._manager.keeps_states:
+            if self._config.memory_interval_updates and not self._manager.keeps_states and self._images is None:
                 logger.info("there is no room for a second state in memory: after a kill the run resumes from the disk")
         elif self._config.memory_buffer_bytes() == 0:
             logger.info("training waits while a checkpoint is written: --memory-buffer-size 0")
@@ -383,7 +443,7 @@ class Saver:
             )
 
     def _before_update(self, *_: Any) -> None:
-        self._manager.settle()
+        self.settle()
 
     def adopt(self, received: Loaded | None, *, step: int) -> None:
         """Write the resumed checkpoint, the state of `step`, into this directory if it lacks it. Collective.

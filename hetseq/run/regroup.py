@@ -20,10 +20,13 @@ import torch
 
 from hetseq.balance.cost_meter import CostMeter
 from hetseq.checkpoint import Identity, Loaded
+from hetseq.checkpoint.images import Images
+from hetseq.checkpoint.records import DamagedError
 from hetseq.cluster.membership.decide import Record
-from hetseq.comm.directory_groups import DirectoryGroups, send_bytes
+from hetseq.comm.directory_groups import DirectoryGroups, gather_texts, send_bytes
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.parallel.checksums import checksums
+from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import Provenance, Saver, Underway, batch_record, describe, read_state, saved_batch
@@ -65,7 +68,11 @@ class KeptState:
 
 @dataclass(frozen=True)
 class Regroup:
-    """A rank's way into a generation after the first one; `carried` is None on a rank that receives the state."""
+    """A rank's way into a generation after the first one.
+
+    `carried` is None on a rank that receives the state. If the record has an image, all ranks read it, and of what a
+    rank carries only the objects and its facts about saves count.
+    """
 
     record: Record
     carried: KeptState | None
@@ -123,6 +130,48 @@ def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sha
     rows, known = tuple(told["rows"]), tuple(told["known"])
     owed = Underway(**told["owed"]) if told["owed"] is not None else None
     return StartState(state, provenance, due, rows, told["last_saved"], owed, told["best"], known, moved)
+
+
+def go_back(
+    succession: Regroup, replica: Replica, provenance: Provenance, sharing: DirectoryGroups, images: Images | None
+) -> StartState:
+    """Bring every rank to the state of the image that the generation begins from, in place. Collective.
+
+    Raises PeerLostError if the image cannot be used: the ranks regroup, and report those that are left.
+    """
+    group, record = sharing.whole, succession.record
+    assert images is not None, "all ranks of a run that makes images make them"
+    if replica.owned is not None:
+        assert isinstance(replica.reducer, OwnedGradients)
+        replica.owned.adopt_(replica.reducer, cut=group.generation)  # without a state
+    faults.point("transfer")
+    try:
+        loaded = images.read(record.image, into=replica.common_model_tensors(), wanted=replica.wanted)
+    except DamagedError as error:
+        raise PeerLostError(str(error)) from None
+    saved = loaded.state
+    replica.load_model(loaded.tensors)
+    replica.load_optimizer(loaded.tensors, saved["optimizer_numbers"] or {})
+    state = read_state(saved)
+    if state.lineage != record.base:
+        raise DisagreementError(f"the image is of {state.lineage}, not of {record.base}, which all ranks go back to")
+    replica.task_state.step = loaded.identity.step
+    replica.task_state.load(loaded.tensors, saved["task_state"])
+    provenance = replace(provenance, batch=saved_batch(saved), samples=saved["samples"], parts=saved["parts"])
+    told = [json.loads(text) for text in gather_texts(group, _words(succession.carried))]
+    known = [one for one in told if one]
+    newest: dict[str, Any] = max(known, key=lambda one: int(one["last_saved"]), default={})
+    owed = next((one["owed"] for one in known if one["owed"] is not None), None)
+    return StartState(
+        state,
+        provenance,
+        due=None,
+        rows=tuple(saved["rows"]),
+        last_saved=newest.get("last_saved", saved["saved"]["last"]),
+        owed=None if owed is None else Underway(**owed),
+        best=newest.get("best", saved["saved"]["best"]),
+        known=tuple(newest.get("known", saved["saved"]["known"])),
+    )
 
 
 def _words(carried: KeptState | None) -> str:

@@ -73,11 +73,13 @@ def open_checkpoints(
     group: Group,
     *,
     has_end: bool = True,
+    keeps_states: bool = True,
     known: Sequence[int] | None = None,
 ) -> CheckpointManager:
     """The run's checkpoints; those that lacked only their commit are completed. Collective.
 
-    With `known`, the nonces of the commits that precede the present state, the run continues without a search.
+    With `keeps_states` states stay in memory too, unless the options say never. With `known`, the nonces of the commits
+    that precede the present state, the run continues without a search.
     """
     retention = retention_of(config, directory.checkpoints, has_end=has_end)
     if known is None and retention.keep_newest is not None and not config.no_save:
@@ -93,7 +95,7 @@ def open_checkpoints(
         )  # fmt: skip
     manager = CheckpointManager(
         directory.path, run_id=directory.run_id, group=group, retention=retention,
-        memory_bytes=config.memory_buffer_bytes(), keeps_states=config.memory_interval_updates != 0,
+        memory_bytes=config.memory_buffer_bytes(), keeps_states=keeps_states and config.memory_interval_updates != 0,
     )  # fmt: skip
     if known is None:
         manager.recover()

@@ -34,6 +34,7 @@ class Session:
     moved_bytes: tuple[int, ...] = ()
     _is_trusted: bool = True  # all ranks hold the same state
     _is_open: bool = True
+    _is_suspended: bool = False
     caught_up: StepResult | None = None  # of the step that `carry` has made, which no driver knows of yet
 
     @property
@@ -111,12 +112,14 @@ class Session:
         # otherwise the state is in files now; parts of states that differ cannot be resumed from
         self.close(has_failed=self._is_trusted and (kind is not None or self.saver.last_error is not None))
 
-    def suspend(self) -> None:
+    def suspend(self, *, is_leaving: bool = False) -> None:
         """Stop the threads and processes of a generation that is over. The model stays as it is.
 
-        Where ranks own parts of the state, the newest one in memory stays too: the part of a lost rank may be there.
+        Where ranks own parts of the state, the images in memory stay too: the others may need them. They have all they
+        need if this rank `is_leaving`.
         """
-        self.saver.close(is_hasty=True, has_failed=self.controller.replica.owned is not None)
+        self._is_suspended = True
+        self.saver.close(is_hasty=True, has_failed=self.controller.replica.owned is not None and not is_leaving)
         self.controller.loader.close()
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -124,5 +127,7 @@ class Session:
         if self._is_open:
             self._is_open = False
             self.saver.close(has_failed=has_failed)
+            if not (has_failed or self._is_suspended):
+                self.saver.forget_images()
             self.controller.loader.close()
             self.controller.replica.reducer.close()

@@ -25,7 +25,7 @@ Words = npt.NDArray[np.int64]
 
 _INTEGERS = 9  # words of a row before the floats
 _FLOATS = 9  # measured values
-_OWNERS = 4  # words at the end of a row, where ranks own parts of the state
+_OWNERS = 5  # words at the end of a row, where ranks own parts of the state
 
 
 class Vote(enum.IntEnum):
@@ -86,7 +86,8 @@ class SaveStatus:
     writing: bool = False  # this rank is still writing its part of the current checkpoint
     failed: bool = False  # this rank failed to write its part of the current checkpoint
     keep: bool = False  # the state after this step should stay in memory, for a restart after a kill
-    sealed: bool = True  # the newest state in memory would be valid after the death of this rank
+    sealed: bool = True  # the newest state in memory would be valid after the death of this rank, or of its node
+    making_us: int = 0  # how long that state took to become so; sent if the format has owners
 
 
 @dataclass(frozen=True)
@@ -134,15 +135,15 @@ class RowFormat:
                 np.array(integers, np.int64),
                 np.array(floats, np.float64).view(np.int64),
                 np.packbits(bits, bitorder="little").view(np.int64),
-                np.array(self._owned(measured), np.int64),
+                np.array(self._owned(row), np.int64),
             ]
         )
 
-    def _owned(self, measured: Measured) -> tuple[int, ...]:
+    def _owned(self, row: CommitRow) -> tuple[int, ...]:
         if not self.has_owners:
             return ()
-        assert measured.state is not None, "every rank says what it owns"
-        return astuple(measured.state)
+        assert row.measured.state is not None, "every rank says what it owns"
+        return *astuple(row.measured.state), row.saving.making_us
 
     def unpack(self, words: Words) -> CommitRow:
         words, owned = (words[:-_OWNERS], words[-_OWNERS:]) if self.has_owners else (words, None)
@@ -151,7 +152,7 @@ class RowFormat:
         floats = words[_INTEGERS:end].copy().view(np.float64).tolist()
         compute_s, data_s, idle_s, overhead_s, fixed_s, per_unit_s, per_batch_s, square, norm = floats[:_FLOATS]
         cost = Cost(fixed_s, per_unit_s, None, per_batch_s, batch or None) if per_unit_s < math.inf else None
-        state = None if owned is None else OwnedBytes(*map(int, owned))
+        state, making_us = (None, 0) if owned is None else (OwnedBytes(*map(int, owned[:-1])), int(owned[-1]))
         bits = np.unpackbits(words[end:].copy().view(np.uint8), bitorder="little")
         return CommitRow(
             digest=digest,
@@ -169,6 +170,7 @@ class RowFormat:
                 keep=bool(flags >> 10 & 1),
                 sealed=bool(flags >> 11 & 1),
                 failed=bool(flags >> 12 & 1),
+                making_us=making_us,
             ),
             partial=PartialGradient(samples, square),
             norm=norm,

@@ -1,0 +1,75 @@
+"""Second places: which ranks keep a copy of what another rank owns, so that the loss of a node loses nothing. Pure.
+
+Responsible for choosing, for the image of each rank, ranks of other nodes that keep a second copy of it, by the free
+memory of the nodes. Does not know what an image contains, and sends nothing.
+
+The one idea: a copy in one piece survives more pairs of deaths than one that is cut, so a copy is cut only where no
+node has room for all of it. Ranks on another machine come before those on other nodes of the same machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+IMAGES = 2  # of each part, on each of its places: the newest whole one, and the one being made
+
+
+@dataclass(frozen=True)
+class Lodging:
+    """What matters of one rank: ranks with equal `node` share memory that dies with it; a `machine` has nodes.
+
+    `room_bytes` is what its node has for all images of its ranks; equal on all ranks of a node.
+    """
+
+    node: str
+    machine: str
+    room_bytes: int
+    image_bytes: int  # of what the rank owns
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank that keeps a share of another rank's image; the shares of one image add up to 1."""
+
+    rank: int
+    share: float
+
+
+def second_places(ranks: Sequence[Lodging]) -> list[tuple[Place, ...]]:
+    """The places of the second copy of each rank's image, by rank; empty if there is none on any other node.
+
+    A rank without an image needs none. Where the other nodes have less room than needed, the copy is divided in
+    proportion to what they have, and the caller finds out that it does not fit.
+    """
+    left = {one.node: one.room_bytes for one in ranks}
+    for one in ranks:
+        left[one.node] -= IMAGES * one.image_bytes
+    load = [0] * len(ranks)  # bytes of copies, by the rank that keeps them
+    found: list[tuple[Place, ...]] = [()] * len(ranks)
+    for rank in sorted(range(len(ranks)), key=lambda rank: (-ranks[rank].image_bytes, rank)):
+        size = IMAGES * ranks[rank].image_bytes
+        nodes = _others(ranks, rank) if size else []
+        if not nodes:
+            continue
+        # of nodes with equal room the next one, so that not all ranks choose the same
+        roomiest = max(nodes, key=lambda node: left[node])
+        chosen = [roomiest] if left[roomiest] >= size else [node for node in nodes if left[node] > 0] or [roomiest]
+        total = sum(max(1, left[node]) for node in chosen)
+        shares = [max(1, left[node]) / total for node in chosen]
+        places = []
+        for node, share in zip(chosen, shares):
+            keeper = min((at for at, one in enumerate(ranks) if one.node == node), key=lambda at: (load[at], at))
+            left[node] -= int(share * size)
+            load[keeper] += int(share * size)
+            places.append(Place(keeper, share))
+        found[rank] = tuple(places)
+    return found
+
+
+def _others(ranks: Sequence[Lodging], rank: int) -> list[str]:
+    """The nodes that may keep a copy for a rank, beginning with the one after its own."""
+    turn = [ranks[(rank + step) % len(ranks)] for step in range(1, len(ranks))]
+    elsewhere = [one for one in turn if one.machine != ranks[rank].machine]
+    nodes = [one.node for one in elsewhere or turn if one.node != ranks[rank].node]
+    return list(dict.fromkeys(nodes))

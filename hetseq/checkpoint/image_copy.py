@@ -1,0 +1,178 @@
+"""One part of an image on one of its two ranks: copied from the live state, or received from the rank that has it.
+
+Responsible for the memory of a part and for its way to the second place, in a thread of its own. Does not decide when
+an image is made. The one idea: both ranks know from the same call which image is next, so no message says what it is.
+The owner sends the bytes and their checksums; the keeper computes its own, and answers only if they are equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from hetseq.balance.second_places import IMAGES
+from hetseq.checkpoint.arena import Arena
+from hetseq.checkpoint.image_plan import ImagePart
+from hetseq.checkpoint.memory_checksums import image_sums
+from hetseq.checkpoint.records import DamagedError
+from hetseq.checkpoint.snapshot import Snapshot, image_bytes
+from hetseq.checkpoint.tensor_slices import Held
+from hetseq.comm.messages import Messages
+from hetseq.comm.serial_thread import SerialThread
+from hetseq.errors import PeerLostError
+from hetseq.system import faults
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 4 << 20  # sent at once
+_BEGIN_S = 1800.0  # for the owner to copy its part and compute its checksums
+_NEXT_S = 120.0  # for a message after that
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a part travels: the messages, and its channel among those of all parts."""
+
+    messages: Messages
+    channel: int
+    channels: int
+
+    def send(self, content: memoryview, target: int) -> None:
+        for begin in range(0, len(content), _PIECE_BYTES):
+            piece = content[begin : begin + _PIECE_BYTES]
+            self.messages.send(piece, target, channel=self.channel, channels=self.channels, timeout_s=_NEXT_S)
+
+    def receive(self, content: memoryview, source: int, *, timeout_s: float = _NEXT_S) -> None:
+        for begin in range(0, len(content), _PIECE_BYTES):
+            piece = content[begin : begin + _PIECE_BYTES]
+            self.messages.receive(piece, source, channel=self.channel, channels=self.channels, timeout_s=timeout_s)
+            timeout_s = _NEXT_S
+
+
+class PartCopies:
+    """The copies of one part on this rank, in as many slots as there are images at a time.
+
+    Raises OSError if this node does not have the memory.
+    """
+
+    def __init__(self, part: ImagePart, run_id: str, way: Way | None) -> None:
+        self.part = part
+        self.bytes = image_bytes(part.pieces)
+        self._way = way
+        self._thread = SerialThread("image")
+        self._arenas: list[Arena] = []
+        try:
+            for _ in range(IMAGES):
+                self._arenas.append(Arena.create(run_id, self.bytes))
+        except BaseException:
+            self.close(keep=False)
+            raise
+
+    def close(self, *, keep: bool) -> None:
+        """Release everything; with `keep` what is whole stays in memory. Cut the connections before."""
+        self._thread.end()
+        for arena in self._arenas:
+            arena.close(unlink=not (keep and arena.is_sealed))
+        self._arenas.clear()
+
+    def _seal(self, slot: int, serial: int) -> list[int]:
+        arena = self._arenas[slot]
+        sums = image_sums(arena.image[: self.bytes])
+        arena.finish(serial)
+        arena.seal(serial, sums)
+        return sums
+
+
+class OwnPart(PartCopies):
+    """A part that this rank owns, and sends to its keeper."""
+
+    def __init__(self, part: ImagePart, run_id: str, way: Way | None) -> None:
+        super().__init__(part, run_id, way)
+        self._snapshots = [Snapshot(arena, part.pieces) for arena in self._arenas]
+
+    def begin(
+        self,
+        slot: int,
+        serial: int,
+        record: Mapping[str, Any],
+        tensors: Mapping[str, Held],
+        *,
+        at_once: Collection[str],
+        when_safe: Callable[[float], None],
+    ) -> None:
+        """Copy the part of an image; `when_safe` is called by another thread, with the seconds of a processor that
+        helpers took, once the copy is whole at both places; never if it does not get there."""
+        self._arenas[slot].begin(serial, dict(record))
+
+        def send() -> None:
+            before_s = time.thread_time()
+            sums = self._seal(slot, serial)
+            if self._way is not None and self.part.keeper is not None:
+                image = self._arenas[slot].image[: self.bytes]
+                self._way.send(image[: self.bytes // 2], self.part.keeper)
+                faults.point("image")
+                self._way.send(image[self.bytes // 2 :], self.part.keeper)
+                self._way.send(memoryview(bytearray(_packed(sums))), self.part.keeper)
+                self._way.receive(memoryview(bytearray(1)), self.part.keeper)
+            when_safe(time.thread_time() - before_s)
+
+        def go_on() -> None:
+            self._thread.put(send).add_done_callback(_say_why_it_failed)
+
+        self._snapshots[slot].begin(tensors, at_once=at_once, when_whole=go_on)
+
+    def settle(self) -> None:
+        """Wait until the tensors of the newest copy may change again."""
+        for snapshot in self._snapshots:
+            snapshot.settle()
+
+    def close(self, *, keep: bool) -> None:
+        for snapshot in getattr(self, "_snapshots", ()):
+            try:
+                snapshot.close()
+            except Exception as error:
+                logger.warning("the copy of an image failed: %s", error)
+        super().close(keep=keep)
+
+
+class KeptPart(PartCopies):
+    """A part of another rank, of which this rank keeps a copy."""
+
+    def begin(self, slot: int, serial: int, record: Mapping[str, Any], *, when_over: Callable[[float], None]) -> None:
+        """Receive the part of an image, in the thread; `when_over` as `OwnPart.begin`."""
+        arena = self._arenas[slot]
+        arena.begin(serial, dict(record))
+
+        def receive() -> None:
+            before_s, way, owner = time.thread_time(), self._way, self.part.owner
+            assert way is not None
+            image = arena.image[: self.bytes]
+            way.receive(image[: self.bytes // 2], owner, timeout_s=_BEGIN_S)
+            way.receive(image[self.bytes // 2 :], owner)
+            sums = self._seal(slot, serial)
+            expected = bytearray(4 * len(sums))
+            way.receive(memoryview(expected), owner)
+            if bytes(expected) != _packed(sums):
+                arena.begin(serial + 1, {})  # it is no image
+                raise DamagedError(f"part {self.part.index} of an image arrived from rank {owner} with other bytes")
+            faults.point("image_answer")
+            way.send(memoryview(bytearray(1)), owner)
+            when_over(time.thread_time() - before_s)
+
+        self._thread.put(receive).add_done_callback(_say_why_it_failed)
+
+
+def _packed(sums: list[int]) -> bytes:
+    return struct.pack(f"<{len(sums)}I", *sums)
+
+
+def _say_why_it_failed(future: Future[None]) -> None:
+    """A lost peer is seen by the training thread as well; nothing else may go unsaid."""
+    error = future.exception()
+    if isinstance(error, Exception) and not isinstance(error, PeerLostError):
+        logger.warning("an image in memory has no second copy: %s [no-second-place]", error)

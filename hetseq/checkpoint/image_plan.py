@@ -1,0 +1,76 @@
+"""The plan of an image: which part of the state is where in memory, and on which two ranks.
+
+Responsible for cutting what each rank owns into parts, one for each second place, and for naming an image. Pure, apart
+from the agreement on the layout, which it gets. The one idea: a part is cut where its copy is, so that a copy is always
+a whole part, with a header and checksums of its own, and any node that has it can give it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hetseq.balance.second_places import Place
+from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.records import sha256
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """A part of an image: made by the rank `owner`; the rank `keeper` has a copy, None: nobody has."""
+
+    index: int
+    owner: int
+    keeper: int | None
+    pieces: tuple[Piece, ...]
+
+
+def image_parts(owned: Sequence[Sequence[Piece]], places: Sequence[Sequence[Place]]) -> list[ImagePart]:
+    """The parts of an image from the pieces of each rank and the second places of each; equal on all ranks."""
+    parts: list[ImagePart] = []
+    for owner, (pieces, keepers) in enumerate(zip(owned, places, strict=True)):
+        shares = [place.share for place in keepers] or [1.0]
+        for number, own in enumerate(cut(pieces, shares)):
+            if own:
+                keeper = keepers[number].rank if keepers else None
+                parts.append(ImagePart(len(parts), owner, keeper, tuple(own)))
+    return parts
+
+
+def cut(pieces: Sequence[Piece], shares: Sequence[float]) -> list[list[Piece]]:
+    """The pieces in as many lists as there are shares, in order, with bytes in proportion to the shares."""
+    total, groups, start, reached = sum(piece.bytes for piece in pieces), list[list[Piece]](), 0, 0.0
+    for share in shares[:-1]:
+        reached += share / sum(shares)
+        end = round(total * reached)
+        groups.append(list(_between(pieces, start, end)))
+        start = end
+    groups.append(list(_between(pieces, start, total + 1)))
+    return groups
+
+
+def _between(pieces: Sequence[Piece], start: int, end: int) -> Iterator[Piece]:
+    """What begins at the bytes `start` to `end` of the pieces, one after the other."""
+    offset = 0
+    for piece in pieces:
+        first, last = (_element(piece, position - offset) for position in (start, end))
+        if first < last:
+            yield Piece(piece.spec, first, last)
+        elif not piece.bytes and start <= offset < end:
+            yield piece
+        offset += piece.bytes
+
+
+def _element(piece: Piece, byte: int) -> int:
+    """The first element of a piece that begins at this byte of it or later; the end of the piece at most."""
+    return min(piece.end, piece.begin + max(0, -(-byte // piece.spec.itemsize)))
+
+
+def digest_of(layout: str, parts: Sequence[ImagePart]) -> str:
+    """The key of a division into parts, given that of the layout that it divides."""
+    return sha256(json.dumps([layout, [[part.owner, part.keeper, _sizes(part)] for part in parts]]).encode())
+
+
+def _sizes(part: ImagePart) -> list[int]:
+    return [piece.bytes for piece in part.pieces]
