@@ -173,6 +173,8 @@ CODES = {
     "worker-raised": "Code of the task has raised an exception on a rank.",
     "memory-exhausted": "The memory of a device does not hold the smallest piece of work.",
     "batch-halved": "The memory of a device did not hold a micro-batch, so smaller ones are used there.",
+    "went-back": "A rank that owned a part of the state is gone, and all ranks went back to an image in memory.",
+    "no-second-place": "Images of the state in memory have no second copy on another node.",
     "state-lost": "A rank that owned a part of the state is gone, and all ranks continue from the newest state.",
     "no-owner": "None of the ranks that --own lets own a part of the state is there, so all ranks own as much.",
     "memory-for-saves": "There is no shared memory for a copy of the state, so training waits for each save.",

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20  # sent at once
 _BEGIN_S = 1800.0  # for the owner to copy its part and compute its checksums
 _NEXT_S = 120.0  # for a message after that
+_END_S = (
+    0.3  # for a message to end once its connection is cut; gloo may take until its deadline, in a thread left behind
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class PartCopies:
 
     def close(self, *, keep: bool) -> None:
         """Release everything; with `keep` what is whole stays in memory. Cut the connections before."""
-        self._thread.end()
+        self._thread.end(patience_s=_END_S)
         for arena in self._arenas:
             arena.close(unlink=not (keep and arena.is_sealed))
         self._arenas.clear()

@@ -192,7 +192,7 @@ class Images:
         group = self._setting.group
         remains = Remains(self._setting.run_id, self._setting.run_directory, start=self._start)
         try:
-            states = find_states(group, remains.parts)
+            states = find_states(group, remains.parts, says_what_lacks=False)
         finally:
             remains.close(remove=False)
         if plan is None and states:
@@ -353,7 +353,7 @@ def read_image(
         return memory_for(specs, into, wanted(tensors) or {})
 
     try:
-        states = find_states(setting.group, remains.parts)
+        states = find_states(setting.group, remains.parts, says_what_lacks=False)
         state = next((state for state in states if state.plan == plan), None)
         if state is None:
             raise DamagedError("a part of the image is in the memory of no node any more")

@@ -57,17 +57,18 @@ class Recalled:
     tensors: Mapping[str, Any]  # whole tensors, or tuples of TensorSlice
 
 
-def find_states(group: RowGroup, parts: Sequence[LeftPart]) -> list[LeftState]:
+def find_states(group: RowGroup, parts: Sequence[LeftPart], *, says_what_lacks: bool = True) -> list[LeftState]:
     """The states that are complete over all nodes, newest first; every rank calls it with its node's parts."""
     facts = [
         [part.plan, part.attempt.identity.step, part.attempt.identity.generation, part.attempt.number_of_parts,
          part.index, part.image_bytes, part.attempt.nonce, part.is_kept, part.known]
         for part in parts
     ]  # fmt: skip
-    return whole_states([json.loads(text) for text in exchange_texts(group, json.dumps(facts))])
+    told = [json.loads(text) for text in exchange_texts(group, json.dumps(facts))]
+    return whole_states(told, says_what_lacks=says_what_lacks)
 
 
-def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[LeftState]:
+def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]], *, says_what_lacks: bool = True) -> list[LeftState]:
     """`find_states`, from the rows of all ranks, which hold the fields of each `LeftPart`."""
     found: dict[tuple[Any, ...], dict[int, tuple[int, set[int]]]] = {}
     besides: dict[str, Sequence[Any]] = {}
@@ -80,7 +81,8 @@ def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[LeftS
     for (step, generation, plan, number), parts in sorted(found.items(), reverse=True):
         if len(parts) < number:
             lacking = [str(index) for index in range(number) if index not in parts]
-            logger.info("the state of step %d in memory lacks part %s of %d", step, ", ".join(lacking), number)
+            level = logging.INFO if says_what_lacks else logging.DEBUG
+            logger.log(level, "the state of step %d in memory lacks part %s of %d", step, ", ".join(lacking), number)
             continue
         ordered = [parts[index] for index in range(number)]
         sizes, holders = tuple(size for size, _ in ordered), tuple(frozenset(ranks) for _, ranks in ordered)

@@ -37,11 +37,11 @@ class SerialThread:
         self._tasks.put(run)
         return future
 
-    def end(self) -> None:
-        """End the thread after what it does now; waits for that a moment at most."""
+    def end(self, *, patience_s: float = _END_S) -> None:
+        """End the thread after what it does now; waits for that for at most `patience_s`."""
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join(_END_S)
+            self._thread.join(patience_s)
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:

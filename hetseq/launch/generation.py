@@ -30,6 +30,11 @@ class Generation:
     unsettled: Settled | Between | None = None  # what the driver is asked first, about the last step
 
     @property
+    def image(self) -> str:
+        """The image that this generation begins from; empty: from the state that the survivors have, or anew."""
+        return "" if self.succession is None else self.succession.record.image
+
+    @property
     def survivors(self) -> list[int]:
         """The ranks that hold the state, in this generation's numbers; all of them in the first one."""
         if self.succession is None:

@@ -319,11 +319,14 @@ class RankLife:
             "generation", generation=crew.generation, step=session.last_step, ranks=slots, story=generation.story,
             seconds=seconds, **({"state_bytes": sum(session.moved_bytes)} if session.moved_bytes else {}),
             **({"lost": generation.lost} if generation.lost else {}),
+            **({"image": generation.image} if generation.image else {}),
         )  # fmt: skip
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
         took = "" if seconds is None else f" (regrouped in {seconds:.2f} s)"
         who = f"rank {slots[0]} continues" if len(slots) == 1 else f"{len(slots)} ranks continue"
         story = generation.story or "a step could not be finished in time"
+        if generation.image:
+            took = f", of which the nodes' memory has an image, since {generation.lost}{took} [went-back]"
         logger.log(level, "%s: %s after step %d%s", story, who, session.last_step, took)
 
     def _tell_versions(self, generation: Generation, session: Session) -> None:

@@ -402,7 +402,8 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
     if start.beginning is None and job.is_first and job.group.rank == 0:
         log_again(job.material.start_notes)
     if job.config.checkpoint.no_save and job.is_first and job.group.rank == 0:
-        warn_of_no_save(controller.replica.owned, controller.group)
+        makes_images = job.config.checkpoint.memory_interval_updates != 0
+        warn_of_no_save(controller.replica.owned, controller.group, makes_images=makes_images)
     if job.material.trial.carried and job.is_first and job.group.rank == 0:
         _warn_of_carried_state(job.material.trial.carried)
 

@@ -102,13 +102,21 @@ def make_reducer(
     return reducer, owned
 
 
-def warn_of_no_save(owned: OwnedState | None, group: Group) -> None:
-    """Log what the loss of an owner means for a run that saves nothing."""
-    if owned is not None and group.world_size > 1:
+def warn_of_no_save(owned: OwnedState | None, group: Group, *, makes_images: bool) -> None:
+    """Log what the loss of owners means for a run that saves nothing."""
+    if owned is None or group.world_size < 2:
+        return
+    if makes_images:
         logger.warning(
-            "--no-save keeps no state: if a rank that owns a part of it is lost, all ranks begin again where this start"
-            " began; leave --no-save out, or give every rank the whole state with --shard-model none"
+            "--no-save writes no state: if all that hold some part of it in memory are lost at once, all ranks begin"
+            " again where this start began; leave --no-save out"
         )
+        return
+    logger.warning(
+        "--no-save with --memory-interval-updates 0 keeps no state: if a rank that owns a part of it is lost, all ranks"
+        " begin again where this start began; leave one of them out, or give every rank the whole state with"
+        " --shard-model none"
+    )
 
 
 def _owned_alike(

@@ -34,6 +34,8 @@ PHASES = (
     "loading",
     *STEP_PHASES,
     "snapshot",
+    "image",
+    "image_answer",
     *WRITER_PHASES,
     "regroup",
     "form",

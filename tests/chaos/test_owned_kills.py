@@ -6,101 +6,22 @@ the victim is killed in the next phase, so that one run shows all of them.
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hetseq.testing import Faults
-from tests.chaos.runs import Chaos, Outcome, verdict
+from tests.chaos.owned_runs import NO_SAVE, PHASES, Calm, Run, calm_run, check_survivors, one_after_the_other
+from tests.chaos.runs import Chaos
 from tests.support.nightly import nightly
-from tests.support.watched import Computed, read_computed, write_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-STEPS, CURVE = 100, 1e-12
-#: phases of a step, and the steps after which the others may continue, counted from the step of the kill. The dead rank
-#: may have seen a verdict that had not reached the others yet; then they lack one step more
-PHASES = {
-    "count": (-2, -1), "forward_backward": (-1,), "reduce": (-1,), "commit": (-1,),
-    "transfer": (-1,), "clip": (-1, 0), "optimizer": (-1, 0), "boundary": (-1, 0), "snapshot": (-1, 0),
-}  # fmt: skip
-NO_SAVE = "--no-save keeps no state: if a rank that owns a part of it is lost, all ranks begin again where"
-
-
-def one_after_the_other(victim: int, *, nth: int) -> Faults:
-    """Each process in that slot is killed in another phase, the nth time that it passes it."""
-    faults = Faults()
-    for incarnation, phase in enumerate(phase for phase in PHASES if phase != "transfer"):
-        faults = faults.kill(rank=victim).at(phase=phase, nth=nth, incarnation=incarnation)
-    return faults
-
-
-class Run:
-    """A run with owners and kills, and what it has left."""
-
-    def __init__(self, chaos: Chaos, folder: Path, faults: Faults, *, task: dict[str, Any], **options: Any) -> None:
-        name, diary = write_task(folder / "watched", computing=3, **task), folder / "diary"
-        self.found = chaos.run(
-            faults=faults.diary(diary).text(), task=name, ranks=3, steps=STEPS, balance="5,4,3", shard_model="state",
-            bucket_cap_mb="0.0001", step_deadline=60, **options,
-        )  # fmt: skip
-        self.said = self.found.said
-        lines = diary.read_text().splitlines() if diary.exists() else []
-        self.kills = [json.loads(line) for line in lines]
-        assert len(self.kills) == len(faults.faults), f"not all kills have happened: {self.kills}\n{self.said}"
-        self.losses = [event for event in self.found.events if "was killed (SIGKILL" in event.get("story", "")]
-        assert "fell silent" not in self.said
-        self.computed = read_computed(folder / "watched")
-
-    def check_curve(self, calm: Calm) -> None:
-        """The curve and the parameters at the end are those of one device."""
-        assert verdict(self.found, calm.outcome) == ""
-        self.check_losses(calm)
-        assert NO_SAVE not in self.said
-
-    def check_losses(self, calm: Calm) -> None:
-        """Each step was made once, with the loss of one device."""
-        pairs = list(zip(self.found.rows, calm.outcome.rows, strict=True))
-        assert all(row["step"] == right["step"] for row, right in pairs)
-        worst = max(abs(row["loss"] - right["loss"]) / abs(right["loss"]) for row, right in pairs)
-        assert worst <= CURVE, f"{worst:.1e}"
-
-
-@dataclass(frozen=True)
-class Calm:
-    """The run of one device, undisturbed."""
-
-    outcome: Outcome
-    samples_of: list[set[int]]  # of each step
 
 
 @pytest.fixture(scope="module")
 def calm(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    folder = tmp_path_factory.mktemp("calm") / "watched"
-    outcome = chaos.run(ranks=1, steps=STEPS, task=write_task(folder, computing=1))
-    assert outcome.code == 0, outcome.said
-    (computed,) = read_computed(folder)
-    (forwards,) = computed.lives
-    assert len(forwards) == STEPS
-    return Calm(outcome, [set(numbers) for numbers in forwards])
-
-
-def check_survivors(computed: list[Computed], kills: list[dict[str, Any]], samples_of: list[set[int]]) -> Counter[int]:
-    """Two processes have computed in all steps; how often each step was begun by the one that began it most often."""
-    assert len(computed) == 3 + len(kills)
-    lives = [one.steps(samples_of) for one in computed if one.pid not in {kill["pid"] for kill in kills}]
-    survivors = [steps for (steps,) in lives if steps[0] == 1]
-    assert len(survivors) == 2
-    assert all(sorted(set(steps)) == list(range(1, STEPS + 1)) for steps in survivors)
-    begun = Counter[int]()
-    for steps in survivors:
-        begun |= Counter(steps)
-    return begun
+    return calm_run(chaos, tmp_path_factory.mktemp("calm"))
 
 
 def check_each_costs_one_step(run: Run, calm: Calm) -> None:

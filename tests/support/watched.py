@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hetseq.checkpoint import arena
 from hetseq.comm.group import GlooGroup
 from hetseq.comm.shared_slices import SharedSlices
 from hetseq.comm.slices import TaggedSlices
@@ -28,6 +29,7 @@ from tests.support.watched import Watched
 class Run(Watched):
     folder, computing = Path({folder!r}), {computing}
     shares_memory, has_place_in_gather, pace_s = {shares_memory}, {has_place_in_gather}, {pace_s}
+    are_nodes = {are_nodes}
 """
 
 
@@ -37,11 +39,15 @@ class Watched(Ledger):
     shares_memory: ClassVar[bool]  # else slices are messages of gloo, although all ranks are on one machine
     has_place_in_gather: ClassVar[bool]  # a fault of phase "transfer" may happen after each unit of new parameters
     pace_s: ClassVar[float]  # how much longer a forward takes while a process that computes is missing
+    are_nodes: ClassVar[bool]  # each process keeps states in memory of its own, which no other process sees
     has_begun = False
 
     def build_model(self) -> torch.nn.Module:
         if not self.shares_memory:
             GlooGroup.meet_neighbours = lambda _: None  # type: ignore[method-assign,assignment]
+        if self.are_nodes:
+            arena.SHARED_MEMORY = self.folder / f"memory-{os.getpid()}"
+            arena.SHARED_MEMORY.mkdir(exist_ok=True)
         if self.has_place_in_gather:
             for kind in (SharedSlices, TaggedSlices):
                 kind.gather = _with_place(kind.gather)  # type: ignore[method-assign]
@@ -73,13 +79,19 @@ def _with_place(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write_task(
-    folder: Path, *, computing: int, shares_memory: bool = True, has_place_in_gather: bool = False, pace_s: float = 0.1
+    folder: Path,
+    *,
+    computing: int,
+    shares_memory: bool = True,
+    has_place_in_gather: bool = False,
+    are_nodes: bool = False,
+    pace_s: float = 0.1,
 ) -> str:
     """A task file for one run in `folder`, and what `--task` takes for it."""
     folder.mkdir(parents=True)
     text = _TEXT.format(
         folder=str(folder), computing=computing, shares_memory=shares_memory,
-        has_place_in_gather=has_place_in_gather, pace_s=pace_s,
+        has_place_in_gather=has_place_in_gather, are_nodes=are_nodes, pace_s=pace_s,
     )  # fmt: skip
     (folder / "task.py").write_text(text)
     return f"{folder / 'task.py'}:Run"
@@ -108,17 +120,19 @@ class Computed:
     pid: int
     lives: list[list[list[int]]]
 
-    def steps(self, samples_of: list[set[int]]) -> list[list[int]]:
+    def steps(self, samples_of: list[set[int]], *, back: int = 0) -> list[list[int]]:
         """By life: the step, from 1, of each forward; `samples_of` are the samples of the steps.
 
-        An epoch has every sample once, so a forward belongs to the first step from the one before on that has its
-        samples.
+        An epoch has every sample once, so a forward belongs to the first step that has its samples, from the one before
+        on, or from `back` steps before that.
         """
         found = []
         for forwards in self.lives:
             steps, at = [], 0
             for numbers in forwards:
-                at = next(step for step in range(at, len(samples_of)) if samples_of[step] >= set(numbers))
+                at = next(
+                    step for step in range(max(0, at - back), len(samples_of)) if samples_of[step] >= set(numbers)
+                )
                 steps.append(at + 1)
             found.append(steps)
         return found

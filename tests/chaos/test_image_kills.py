@@ -1,0 +1,61 @@
+"""Owners that are killed in every phase, each with the memory of its node: the others go back to an image in place.
+
+Three ranks, each of which keeps states in memory that no other process sees, so that a kill is the loss of a node. No
+checkpoint is ever written: all that the others need is in their memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.owned_runs import IN_STEPS, Calm, Run, calm_run, check_survivors, one_after_the_other
+from tests.chaos.runs import Chaos
+from tests.support.nightly import nightly
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+EVERY = 3  # steps between two images
+PHASES = [*IN_STEPS, "image", "image_answer"]
+IN_MEMORY = {"memory_interval_updates": EVERY, "no_save": True}
+
+
+@pytest.fixture(scope="module")
+def calm(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    return calm_run(chaos, tmp_path_factory.mktemp("calm"))
+
+
+def check_each_goes_back_in_place(run: Run, calm: Calm) -> None:
+    """The same processes went on from an image that was at most so many steps old."""
+    run.check_losses(calm)
+    assert len(run.losses) == len(run.kills), run.said
+    for kill, loss in zip(run.kills, run.losses, strict=True):
+        assert loss["lost"].startswith(f"rank {kill['slot']} owned ")
+        assert loss["image"]
+        assert 0 <= kill["step"] - loss["step"] <= EVERY + 1, (kill, loss)
+    assert run.said.count("[went-back]") == len(run.kills)
+    assert "[state-lost]" not in run.said
+    begun = check_survivors(run.computed, run.kills, calm.samples_of, back=EVERY + 1)
+    again = sum(times - 1 for times in begun.values())
+    assert again <= (EVERY + 1) * len(run.kills)
+
+
+shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@shared_or_not
+@pytest.mark.parametrize(
+    ("own", "victim"),
+    [("2,0,1", 2), *nightly(("2,0,1", 0), ("1,1,1", 1), ("1,2,3", 0), ("1,2,3", 2), is_many=True)],
+    ids=lambda value: str(value),
+)
+def test_the_others_go_back_to_an_image_wherever_an_owner_is_killed(
+    own: str, victim: int, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults = one_after_the_other(victim, nth=6, phases=PHASES)
+    task: dict[str, Any] = {"shares_memory": shares_memory, "are_nodes": True}
+    run = Run(chaos, tmp_path, faults, own=own, task=task, **IN_MEMORY)
+    check_each_goes_back_in_place(run, calm)
