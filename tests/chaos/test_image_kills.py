@@ -18,7 +18,7 @@ from tests.support.nightly import nightly
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 EVERY = 3  # steps between two images
-PHASES = [*IN_STEPS, "image", "image_answer"]
+PHASES = [*IN_STEPS, "image"]
 IN_MEMORY = {"memory_interval_updates": EVERY, "no_save": True}
 
 
@@ -49,13 +49,14 @@ shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["sh
 @shared_or_not
 @pytest.mark.parametrize(
     ("own", "victim"),
-    [("2,0,1", 2), *nightly(("2,0,1", 0), ("1,1,1", 1), ("1,2,3", 0), ("1,2,3", 2), is_many=True)],
+    [("1,1,1", 1), *nightly(("2,0,1", 0), ("2,0,1", 2), ("1,2,3", 0), ("1,2,3", 2), is_many=True)],
     ids=lambda value: str(value),
 )
 def test_the_others_go_back_to_an_image_wherever_an_owner_is_killed(
     own: str, victim: int, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
 ) -> None:
-    faults = one_after_the_other(victim, nth=6, phases=PHASES)
+    phases = [*PHASES, *(["image_answer"] if own != "2,0,1" else [])]  # a rank that keeps no image gives no answer
+    faults = one_after_the_other(victim, nth=6, phases=phases)
     task: dict[str, Any] = {"shares_memory": shares_memory, "are_nodes": True}
     run = Run(chaos, tmp_path, faults, own=own, task=task, **IN_MEMORY)
     check_each_goes_back_in_place(run, calm)
