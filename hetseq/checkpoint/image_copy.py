@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20  # sent at once
 _BEGIN_S = 1800.0  # for the owner to copy its part and compute its checksums
 _NEXT_S = 120.0  # for a message after that
-_END_S = (
-    0.3  # for a message to end once its connection is cut; gloo may take until its deadline, in a thread left behind
-)
+_END_S = 0.3  # for a message to end once its connection is cut; else its thread is left to end at the deadline
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class PartCopies:
     def __init__(self, part: ImagePart, run_id: str, way: Way | None) -> None:
         self.part = part
         self.bytes = image_bytes(part.pieces)
-        self._way = way
+        self._way, self._is_closed = way, False
         self._thread = SerialThread("image")
         self._arenas: list[Arena] = []
         try:
@@ -78,10 +76,20 @@ class PartCopies:
 
     def close(self, *, keep: bool) -> None:
         """Release everything; with `keep` what is whole stays in memory. Cut the connections before."""
+        self._is_closed = True
         self._thread.end(patience_s=_END_S)
         for arena in self._arenas:
             arena.close(unlink=not (keep and arena.is_sealed))
         self._arenas.clear()
+
+    def _in_thread(self, task: Callable[[], None]) -> None:
+        self._thread.put(task).add_done_callback(self._say_why_it_failed)
+
+    def _say_why_it_failed(self, future: Future[None]) -> None:
+        """A lost peer is seen by the training thread as well; nothing else may go unsaid."""
+        error = future.exception()
+        if isinstance(error, Exception) and not isinstance(error, PeerLostError) and not self._is_closed:
+            logger.warning("an image in memory has no second copy: %s [no-second-place]", error)
 
     def _seal(self, slot: int, serial: int) -> list[int]:
         arena = self._arenas[slot]
@@ -124,10 +132,7 @@ class OwnPart(PartCopies):
                 self._way.receive(memoryview(bytearray(1)), self.part.keeper)
             when_safe(time.thread_time() - before_s)
 
-        def go_on() -> None:
-            self._thread.put(send).add_done_callback(_say_why_it_failed)
-
-        self._snapshots[slot].begin(tensors, at_once=at_once, when_whole=go_on)
+        self._snapshots[slot].begin(tensors, at_once=at_once, when_whole=lambda: self._in_thread(send))
 
     def settle(self) -> None:
         """Wait until the tensors of the newest copy may change again."""
@@ -167,15 +172,8 @@ class KeptPart(PartCopies):
             way.send(memoryview(bytearray(1)), owner)
             when_over(time.thread_time() - before_s)
 
-        self._thread.put(receive).add_done_callback(_say_why_it_failed)
+        self._in_thread(receive)
 
 
 def _packed(sums: list[int]) -> bytes:
     return struct.pack(f"<{len(sums)}I", *sums)
-
-
-def _say_why_it_failed(future: Future[None]) -> None:
-    """A lost peer is seen by the training thread as well; nothing else may go unsaid."""
-    error = future.exception()
-    if isinstance(error, Exception) and not isinstance(error, PeerLostError):
-        logger.warning("an image in memory has no second copy: %s [no-second-place]", error)

@@ -98,14 +98,16 @@ def test_a_flag_for_each_parameter_comes_back(parameters: int) -> None:
 
 
 @pytest.mark.parametrize("parameters", [0, 64, 65])
-def test_what_a_rank_owns_is_four_words_more_where_ranks_own_parts(parameters: int) -> None:
+def test_what_a_rank_owns_is_five_words_more_where_ranks_own_parts(parameters: int) -> None:
     used, state = np.ones(parameters, np.bool_), OwnedBytes(2**40, 2**41, 0, 2**42)
     plain, owners = RowFormat(2, parameters), RowFormat(2, parameters, has_owners=True)
-    row = replace(ROW, used=used, measured=replace(ROW.measured, state=state))
-    assert owners.words == plain.words + 4
+    saving = replace(ROW.saving, making_us=2**50)
+    row = replace(ROW, used=used, measured=replace(ROW.measured, state=state), saving=saving)
+    assert owners.words == plain.words + 5
     assert bits(through_words(row, owners)) == bits(row)
-    assert owners.pack(row)[:-4].tolist() == plain.pack(row).tolist()
+    assert owners.pack(row)[:-5].tolist() == plain.pack(row).tolist()
     assert through_words(row, plain).measured.state is None
+    assert through_words(row, plain).saving.making_us == 0
 
 
 @pytest.mark.parametrize("terms", [1, 2, 5])
