@@ -136,8 +136,8 @@ class Group(RowTransport, TensorTransport, Protocol):
         """
         ...
 
-    def messages(self, name: str) -> Messages:
-        """Messages between two ranks, over connections of their own. Collective; a `name` is used once in a run.
+    def messages(self) -> Messages:
+        """Messages between two ranks, over connections of their own. Collective.
 
         Blocks. Raises RendezvousError and PeerLostError.
         """
@@ -183,6 +183,7 @@ class GlooGroup:
         self._ports: frozenset[tuple[str, int]] = frozenset()  # the listening addresses of all ranks
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
         self._subgroups: list[GlooGroup] = []
+        self._messages = 0  # groups for messages so far
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._neighbours is not None:
@@ -253,7 +254,9 @@ class GlooGroup:
             return LocalGroup(generation=self.generation)
         return self._connect_apart(list(ranks).index(self.rank), len(ranks), name)
 
-    def messages(self, name: str) -> Messages:
+    def messages(self) -> Messages:
+        self._messages += 1  # the name of a group is used once
+        name = f"messages-{self._messages}"
         group = self._connect_apart(self.rank, self.world_size, name, shares_memory=False)
         return Messages(group._transport, sever=group.sever, close=group.close)
 
@@ -379,7 +382,7 @@ class LocalGroup:
     def slices(self, device: torch.device) -> SliceExchange:
         return TaggedSlices(None, rank=0, world_size=1, deadline_s=lambda: self.deadline_s)
 
-    def messages(self, name: str) -> Messages:
+    def messages(self) -> Messages:
         raise AssertionError("a world of one sends nothing")
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:

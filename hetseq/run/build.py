@@ -260,7 +260,7 @@ def make_images(job: RankJob, replica: Replica, undo: ExitStack) -> Images | Non
     assert isinstance(replica.reducer, OwnedGradients)
     ownership = replica.reducer.ownership
     owned = [float(ownership.owned_by(rank)) for rank in range(group.world_size)]
-    messages = group.messages("images") if group.world_size > 1 else None
+    messages = group.messages() if group.world_size > 1 else None
     if messages is not None:
         undo.callback(messages.close)
     return Images(

@@ -24,7 +24,7 @@ PHASES = {
     "transfer": (-1,), "clip": (-1, 0), "optimizer": (-1, 0), "boundary": (-1, 0), "snapshot": (-1, 0),
 }  # fmt: skip
 IN_STEPS = [phase for phase in PHASES if phase != "transfer"]
-NO_SAVE = "--no-save keeps no state: if a rank that owns a part of it is lost, all ranks begin again where"
+NO_SAVE = "--no-save with --memory-interval-updates 0 keeps no state: if a rank that owns a part of it is lost"
 
 
 def one_after_the_other(victim: int, *, nth: int, phases: Iterable[str] = IN_STEPS) -> Faults:
@@ -33,6 +33,34 @@ def one_after_the_other(victim: int, *, nth: int, phases: Iterable[str] = IN_STE
     for incarnation, phase in enumerate(phases):
         faults = faults.kill(rank=victim).at(phase=phase, nth=nth, incarnation=incarnation)
     return faults
+
+
+ONE = Faults()
+#: kills in the phases of a recovery, and whether an owner is among the victims
+RECOVERIES = {
+    "an owner, while it recovers": (ONE.kill(rank=1).at(step=8, phase="reduce").kill(rank=2).at(phase="regroup"), True),
+    "an owner that gives parts": (ONE.kill(rank=1).at(step=8, phase="reduce").kill(rank=2).at(phase="transfer"), True),
+    "replacements of a rank that owns nothing": (
+        ONE.kill(rank=1).at(step=8, phase="reduce")
+        .kill(rank=1).at(phase="join", incarnation=1)
+        .kill(rank=1).at(phase="form", incarnation=2)
+        .kill(rank=1).at(phase="transfer", incarnation=3)
+        .kill(rank=1).at(phase="loading", incarnation=4),
+        False,
+    ),
+    "replacements of an owner": (
+        ONE.kill(rank=2).at(step=8, phase="reduce")
+        .kill(rank=2).at(phase="join", incarnation=1)
+        .kill(rank=2).at(phase="form", incarnation=2)
+        .kill(rank=2).at(phase="loading", incarnation=3)
+        .kill(rank=0).at(phase="form", nth=4),
+        True,
+    ),
+    "both owners in the same instant": (
+        ONE.kill(rank=0).at(step=8, phase="commit").kill(rank=2).at(step=8, phase="commit"), True,
+    ),
+}  # fmt: skip
+OFTEN = ["an owner that gives parts", "replacements of an owner"]
 
 
 class Run:

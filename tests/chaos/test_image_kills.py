@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.owned_runs import IN_STEPS, Calm, Run, calm_run, check_survivors, one_after_the_other
+from hetseq.testing import Faults
+from tests.chaos.owned_runs import (
+    IN_STEPS,
+    OFTEN,
+    RECOVERIES,
+    Calm,
+    Run,
+    calm_run,
+    check_survivors,
+    one_after_the_other,
+)
 from tests.chaos.runs import Chaos
 from tests.support.nightly import nightly
 
@@ -60,3 +70,42 @@ def test_the_others_go_back_to_an_image_wherever_an_owner_is_killed(
     task: dict[str, Any] = {"shares_memory": shares_memory, "are_nodes": True}
     run = Run(chaos, tmp_path, faults, own=own, task=task, **IN_MEMORY)
     check_each_goes_back_in_place(run, calm)
+
+
+@pytest.mark.fault("FT-21")
+@pytest.mark.parametrize("shares_memory", [True, *nightly(False)])
+@pytest.mark.parametrize("name", [*OFTEN, *nightly(*(name for name in RECOVERIES if name not in OFTEN))])
+def test_kills_while_the_others_recover(
+    name: str, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults, has_owner = RECOVERIES[name]
+    task: dict[str, Any] = {"shares_memory": shares_memory, "are_nodes": True}
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **IN_MEMORY)
+    run.check_losses(calm)
+    went_back = [event for event in run.found.events if event.get("image")]
+    assert bool(went_back) == has_owner
+
+
+@pytest.mark.fault("FT-21")
+def test_two_ranks_at_once_cost_no_more_if_neither_has_what_the_other_owns(
+    chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults = Faults().kill(rank=1).at(step=20, phase="reduce").kill(rank=2).at(step=20, phase="reduce")
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task={"are_nodes": True}, **IN_MEMORY)
+    run.check_losses(calm)
+    assert [event["step"] for event in run.found.events if event.get("image")] == [18]
+    assert "[state-lost]" not in run.said
+
+
+@pytest.mark.fault("FT-21")
+def test_two_owners_that_keep_the_images_of_each_other_send_all_back_to_the_newest_checkpoint(
+    chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    faults = Faults().kill(rank=0).at(step=20, phase="reduce").kill(rank=2).at(step=20, phase="reduce")
+    saving = {"save_interval_updates": 5, "no_epoch_checkpoints": True, "memory_interval_updates": EVERY}
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task={"are_nodes": True}, **saving)
+    run.check_curve(calm)
+    (loss,) = [event for event in run.found.events if event.get("lost")]
+    assert loss["lost"] == "ranks 0 and 2 owned 100 % of the state, and no other rank holds it"
+    assert (loss["step"] in (10, 15), loss.get("image")) == (True, None)
+    assert run.said.count("all ranks continue from the newest state in memory or on disk [state-lost]") == 1

@@ -1,5 +1,7 @@
 """Ranks that are killed in every phase of a step with owners: a rank that owned nothing costs one step.
 
+No images are made, so an owner sends all back to the newest checkpoint.
+
 Three ranks: rank 0 owns and computes, rank 1 computes and owns nothing, rank 2 owns and computes. Each replacement of
 the victim is killed in the next phase, so that one run shows all of them.
 """
@@ -12,7 +14,17 @@ from pathlib import Path
 import pytest
 
 from hetseq.testing import Faults
-from tests.chaos.owned_runs import NO_SAVE, PHASES, Calm, Run, calm_run, check_survivors, one_after_the_other
+from tests.chaos.owned_runs import (
+    NO_SAVE,
+    OFTEN,
+    PHASES,
+    RECOVERIES,
+    Calm,
+    Run,
+    calm_run,
+    check_survivors,
+    one_after_the_other,
+)
 from tests.chaos.runs import Chaos
 from tests.support.nightly import nightly
 
@@ -60,7 +72,7 @@ def check_each_goes_back(run: Run, calm: Calm) -> None:
     assert len(run.computed) == 3 + len(run.kills), "the others are the same processes"
 
 
-SAVING = {"save_interval_updates": 5, "no_epoch_checkpoints": True}
+SAVING = {"save_interval_updates": 5, "no_epoch_checkpoints": True, "memory_interval_updates": 0}
 shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
 
 
@@ -100,36 +112,6 @@ def test_a_kill_between_two_units_of_new_parameters_spoils_none(
     check_each_goes_back(Run(chaos, tmp_path / "b", faults, own="2,0,1", task=kinds, **SAVING), calm)
 
 
-ONE = Faults()
-#: kills in the phases of a recovery, and whether an owner is among the victims
-RECOVERIES = {
-    "an owner, while it recovers": (ONE.kill(rank=1).at(step=8, phase="reduce").kill(rank=2).at(phase="regroup"), True),
-    "an owner that gives parts": (ONE.kill(rank=1).at(step=8, phase="reduce").kill(rank=2).at(phase="transfer"), True),
-    "replacements of a rank that owns nothing": (
-        ONE.kill(rank=1).at(step=8, phase="reduce")
-        .kill(rank=1).at(phase="join", incarnation=1)
-        .kill(rank=1).at(phase="form", incarnation=2)
-        .kill(rank=1).at(phase="transfer", incarnation=3)
-        .kill(rank=1).at(phase="loading", incarnation=4),
-        False,
-    ),
-    "replacements of an owner": (
-        ONE.kill(rank=2).at(step=8, phase="reduce")
-        .kill(rank=2).at(phase="join", incarnation=1)
-        .kill(rank=2).at(phase="form", incarnation=2)
-        .kill(rank=2).at(phase="loading", incarnation=3)
-        .kill(rank=0).at(phase="form", nth=4),
-        True,
-    ),
-    "both owners in the same instant": (
-        ONE.kill(rank=0).at(step=8, phase="commit").kill(rank=2).at(step=8, phase="commit"), True,
-    ),
-}  # fmt: skip
-
-
-OFTEN = ["an owner that gives parts", "replacements of an owner"]
-
-
 @pytest.mark.fault("FT-21")
 @pytest.mark.parametrize("shares_memory", [True, *nightly(False)])
 @pytest.mark.parametrize("name", [*OFTEN, *nightly(*(name for name in RECOVERIES if name not in OFTEN))])
@@ -148,7 +130,7 @@ def test_a_run_with_owners_that_saves_nothing_says_so_and_begins_again(
     chaos: Chaos, calm: Calm, tmp_path: Path
 ) -> None:
     faults = Faults().kill(rank=2).at(step=20, phase="reduce")
-    run = Run(chaos, tmp_path, faults, own="2,0,1", task={}, no_save=True)
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task={}, no_save=True, memory_interval_updates=0)
     run.check_losses(calm)
     (loss,) = run.losses
     assert loss["step"] == 0
