@@ -1,0 +1,77 @@
+"""Where the second copy of each rank's image goes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetseq.balance.second_places import IMAGES, Lodging, Place, second_places
+
+
+def lodgings(text: str, *, room: int = 1000) -> list[Lodging]:
+    """Of `a1:30 a1:20 b:10`: two ranks on node 1 of machine a, which own 30 and 20 bytes, and one on machine b."""
+    found = []
+    for word in text.split():
+        node, _, size = word.partition(":")
+        found.append(Lodging(node, node[0], room, int(size)))
+    return found
+
+
+def keepers(ranks: list[Lodging]) -> list[tuple[int, ...]]:
+    return [tuple(place.rank for place in places) for places in second_places(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ("a:10", [()]),
+        ("a:10 a:20", [(), ()]),  # one node: there is no other place
+        ("a:10 b:30", [(1,), (0,)]),
+        ("a:10 b:0", [(1,), ()]),  # who owns nothing needs none
+        ("a:10 b:10 c:10", [(1,), (2,), (0,)]),  # not all the same
+        ("a:10 a:10 b:20 b:20", [(2,), (3,), (0,), (1,)]),  # and on a node its ranks take turns
+        ("a1:10 a2:0 b:0", [(2,), (), ()]),  # a node of another machine, though one of the same comes first
+        ("a1:10 a2:0", [(1,), ()]),  # if there is no other machine, another node of this one
+    ],
+)
+def test_a_copy_is_on_another_node_and_best_on_another_machine(ranks: str, expected: list[tuple[int, ...]]) -> None:
+    assert keepers(lodgings(ranks)) == expected
+
+
+def test_a_copy_goes_where_there_is_most_room() -> None:
+    ranks = [Lodging("a", "a", 100, 10), Lodging("b", "b", 50, 0), Lodging("c", "c", 90, 0)]
+    assert keepers(ranks) == [(2,), (), ()]
+    full = Lodging("c", "c", 90, 30)  # its own images leave less
+    assert keepers([*ranks[:2], full]) == [(1,), (), (0,)]
+
+
+def test_a_copy_that_no_node_has_room_for_is_divided_by_the_room_that_there_is() -> None:
+    ranks = [Lodging("a", "a", 1000, 100), Lodging("b", "b", 80, 0), Lodging("c", "c", 160, 0), Lodging("d", "d", 0, 0)]
+    (places, *_) = second_places(ranks)
+    assert [place.rank for place in places] == [1, 2]
+    assert [place.share for place in places] == pytest.approx([1 / 3, 2 / 3])
+    assert second_places([ranks[0], ranks[3]])[0] == (Place(1, 1.0),), "the caller finds out that it does not fit"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_whatever_the_nodes_a_whole_copy_of_everything_is_elsewhere(seed: int) -> None:
+    dice = random.Random(seed)
+    rooms = {node: dice.randrange(2000) for node in ("a1", "a2", "b1", "c1")[: dice.randint(2, 4)]}
+    nodes = [*rooms, *dice.choices(list(rooms), k=dice.randint(0, 4))]
+    ranks = [Lodging(node, node[0], rooms[node], dice.choice([0, dice.randint(1, 300)])) for node in nodes]
+    kept = dict.fromkeys(rooms, 0.0)
+    for rank, places in zip(ranks, second_places(ranks), strict=True):
+        assert sum(place.share for place in places) == pytest.approx(1.0 if rank.image_bytes else 0.0)
+        for place in places:
+            assert ranks[place.rank].node != rank.node
+            kept[ranks[place.rank].node] += IMAGES * place.share * rank.image_bytes
+            is_far = ranks[place.rank].machine != rank.machine
+            assert is_far or all(other.machine == rank.machine for other in ranks)
+        is_cut = len(places) > 1
+        assert not is_cut or len({ranks[place.rank].node for place in places}) == len(places)
+    for node, room in rooms.items():
+        own = sum(IMAGES * one.image_bytes for one in ranks if one.node == node)
+        others = sum(IMAGES * one.image_bytes for one in ranks if one.node != node)
+        if own + others <= room:  # it could have taken everything, so it is never overfull
+            assert own + kept[node] <= room
