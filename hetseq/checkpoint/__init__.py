@@ -4,8 +4,9 @@ Callers use `manager`. `sync_save`, `async_save` and `load` order the steps of a
 `writer` and `writer_client` save in the background. `tensor_slices` and `holdings` describe what each rank holds.
 `layout`, `part_format`, `part_io`, `part_writer` and `records` define the files; `directory`, `publish`,
 `verification`, `recovery`, `retention` and `selection` manage them on disk; `leftover_memory` and `memory_recovery`
-recover states that killed processes left in memory. `read_plan`, `shared_read` and `target_memory` read what each rank
-wants. `rank_messages` defines the rows that ranks exchange, `history` the lines of `checkpointHistories.csv`. For other
+recover states that killed processes left in memory. `images`, `image_plan` and `image_copy` keep the parts of a state
+in the memory of two nodes. `read_plan`, `shared_read` and `target_memory` read what each rank wants. `rank_messages`
+defines the rows that ranks exchange, `history` the lines of `checkpointHistories.csv`. For other
 programs there are `tensor_reader` (any part of any tensor), `dcp` and `export`. No other package knows the files of a
 checkpoint.
 

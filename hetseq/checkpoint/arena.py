@@ -255,7 +255,7 @@ def node_name() -> str:
 
 
 def memory_name() -> str:
-    """The same for all processes that see each other's arenas: those of a machine, or of a container."""
+    """The same for all processes of a machine, or of a container, that see each other's arenas."""
     about = SHARED_MEMORY.stat()
     return f"{node_name()}:{about.st_dev}:{about.st_ino}"
 

@@ -37,7 +37,7 @@ _END_S = 0.3  # for a message to end once its connection is cut; else its thread
 
 @dataclass(frozen=True)
 class Way:
-    """How a part travels: the messages, and its channel among those of all parts."""
+    """How a part travels: the messages, and its channel among the channels of all parts."""
 
     messages: Messages
     channel: int
@@ -75,7 +75,7 @@ class PartCopies:
             raise
 
     def close(self, *, keep: bool) -> None:
-        """Release everything; with `keep` what is whole stays in memory. Cut the connections before."""
+        """Release everything; with `keep` whole copies stay in memory. Cut the connections before."""
         self._is_closed = True
         self._thread.end(patience_s=_END_S)
         for arena in self._arenas:

@@ -18,7 +18,7 @@ from hetseq.checkpoint.records import sha256
 
 @dataclass(frozen=True)
 class ImagePart:
-    """A part of an image: made by the rank `owner`; the rank `keeper` has a copy, None: nobody has."""
+    """A part of an image: made by the rank `owner`; the rank `keeper` has a copy, None: no rank has."""
 
     index: int
     owner: int
@@ -68,7 +68,7 @@ def _element(piece: Piece, byte: int) -> int:
 
 
 def digest_of(layout: str, parts: Sequence[ImagePart]) -> str:
-    """The key of a division into parts, given that of the layout that it divides."""
+    """The key of a division into parts, given the key of the layout that it divides."""
     return sha256(json.dumps([layout, [[part.owner, part.keeper, _sizes(part)] for part in parts]]).encode())
 
 

@@ -66,8 +66,8 @@ class Images:
     """The images of one generation on one rank; every rank has one and makes the same collective calls.
 
     `start` identifies this start of the run, `owned` says how much of the state each rank owns, `messages` are between
-    all ranks (None: a world of one), and `memory_bytes` limits what all ranks of a node take (None: half of what is
-    free).
+    all ranks (None: a world of one), and `memory_bytes` limits what all ranks of a node take (None: half of the free
+    memory).
     """
 
     def __init__(
@@ -186,22 +186,22 @@ class Images:
         """`read_image` of this run."""
         return read_image(self._setting, plan, start=self._start, into=into, wanted=wanted)
 
-    def keep_only(self, plan: str | None) -> None:
-        """At the beginning of a generation free all images but one, which stays until a new one is safe: `plan`, else
-        the newest of which the nodes have all parts. Collective."""
+    def keep_only(self, plan: str) -> None:
+        """At the beginning of a generation free all images but one, which stays until a new one is safe: `plan`, if it
+        is empty the newest of which the nodes have all parts. Collective."""
         group = self._setting.group
         remains = Remains(self._setting.run_id, self._setting.run_directory, start=self._start)
         try:
             states = find_states(group, remains.parts, says_what_lacks=False)
         finally:
             remains.close(remove=False)
-        if plan is None and states:
+        if not plan and states:
             plan = max(states, key=lambda state: state.order[::-1]).plan
         exchange(group, Row())  # all have looked
         free_images(self._setting.run_id, self._setting.run_directory, besides=plan)
 
     def close(self, *, keep: bool) -> None:
-        """Release everything; with `keep` what is whole stays in the memory of this node. Any rank, alone."""
+        """Release everything; with `keep` whole copies stay in the memory of this node. Any rank, alone."""
         if self._messages is not None:
             self._messages.sever()  # threads that wait for one end
         for one in (*self._own, *self._kept):

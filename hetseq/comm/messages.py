@@ -1,7 +1,7 @@
 """Messages between two ranks, from threads of their own, beside the collectives of the training thread.
 
 Responsible for sending bytes from memory to memory over connections that no collective uses, so that no step waits
-behind them. Knows nothing of what is sent. The one idea: the messages from one rank to another are numbered on both
+behind them. Knows nothing of their content. The one idea: the messages from one rank to another are numbered on both
 sides, so that two threads of different ranks need no agreement but the order of their own messages.
 """
 
@@ -47,7 +47,7 @@ class Messages:
         self._do(lambda gloo: gloo.recv([_tensor(content)], source, tag), timeout_s)
 
     def sever(self) -> None:
-        """Cut the connections: what is under way on any rank fails. From any thread."""
+        """Cut the connections: messages under way fail on all ranks. From any thread."""
         self._sever()
 
     def close(self) -> None:

@@ -326,7 +326,12 @@ class RankLife:
         who = f"rank {slots[0]} continues" if len(slots) == 1 else f"{len(slots)} ranks continue"
         story = generation.story or "a step could not be finished in time"
         if generation.image:
-            took = f", of which the nodes' memory has an image, since {generation.lost}{took} [went-back]"
+            logger.log(
+                level,
+                "%s: %s after step %d, of which the nodes' memory has an image, because %s%s [went-back]",
+                story, who, session.last_step, generation.lost, took,
+            )  # fmt: skip
+            return
         logger.log(level, "%s: %s after step %d%s", story, who, session.last_step, took)
 
     def _tell_versions(self, generation: Generation, session: Session) -> None:
@@ -383,7 +388,7 @@ class RankLife:
         return following
 
     def _with_images(self, report: Report, session: Session | None, carried: KeptState | None) -> Report:
-        """A report with what is in the memory of this node, and with the newest checkpoint that this rank knows of."""
+        """A report with the images in the memory of this node, and the newest checkpoint that this rank knows of."""
         if self._config.distributed.shard_model == "none":
             return report
         directory, saver = self._directory, None if session is None else session.saver

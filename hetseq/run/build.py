@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import torch
 
 from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
-from hetseq.checkpoint.images import Images
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import DirectoryGroups, everything_shared
 from hetseq.comm.group import Group, RowTransport
@@ -28,24 +26,23 @@ from hetseq.config.sections import (
     CheckpointConfig,
     Config,
     DataConfig,
-    OptimizationConfig,
 )
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
-from hetseq.errors import ConfigError, TaskError, few
+from hetseq.errors import ConfigError, TaskError
 from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.layout import Layout, one_rank_each
-from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
-from hetseq.run.checkpointing import Provenance, Saver, saved_batch
+from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
+from hetseq.run.image_making import make_images
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.owners import OwnersOfBefore, make_reducer, warn_of_no_save
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
@@ -54,13 +51,14 @@ from hetseq.run.regroup import KeptState, Regroup, StartState, go_back, hand_ove
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, nothing_to_do, open_checkpoints, resume
 from hetseq.run.session import Session
 from hetseq.run.start_notes import log_again
+from hetseq.run.start_words import say_what_runs, say_what_the_batch_means, warn_of_batch_norm, warn_of_carried_state
 from hetseq.run.step_watch import StepWatch
 from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.training.controller import Controller, RankContext, Recipe, StepFeed, TrainingState
 from hetseq.training.device_memo import DeviceMemo
-from hetseq.training.lr_scaling import Course, advice, scale_in_words, scaled
+from hetseq.training.lr_scaling import Course, scaled
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.replica_check import ReplicaCheck, kind_of
@@ -212,22 +210,22 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     provenance = _provenance(job, replica, asked, parts) if job.carried is None else job.carried.provenance
     inherited: StartState | None = None
     beginning: Beginning | None = None
-    has_end, keeps_states = horizon.has_end(config.optimization), replica.owned is None
-    images = make_images(job, replica, undo)
+    checkpoints = functools.partial(
+        open_checkpoints, config.checkpoint, job.directory, job.directory_group.group,
+        has_end=horizon.has_end(config.optimization), keeps_states=replica.owned is None,
+    )  # fmt: skip
+    images = make_images(config.checkpoint, job.directory, job.group, replica, start=job.start)
+    if images is not None:
+        undo.callback(images.close, keep=True)
     if job.succession is not None:
         if job.succession.record.image:
             inherited = go_back(job.succession, replica, provenance, job.directory_group, images)
         else:
             inherited = hand_over(job.succession, replica, provenance, job.directory_group)
-        state, provenance, known = inherited.state, inherited.provenance, inherited.known
-        manager = open_checkpoints(
-            config.checkpoint, job.directory, job.directory_group.group, has_end=has_end, keeps_states=keeps_states,
-            known=known,
-        )  # fmt: skip
+        state, provenance = inherited.state, inherited.provenance
+        manager = checkpoints(known=inherited.known)
     else:
-        manager = open_checkpoints(
-            config.checkpoint, job.directory, job.directory_group.group, has_end=has_end, keeps_states=keeps_states
-        )  # fmt: skip
+        manager = checkpoints()
         state, is_explicit = TrainingState(), config.data.global_batch_size is not None
         target = Target(replica, provenance, is_explicit)
         beginning = choose_checkpoint(manager, config.checkpoint, job.directory, job.directory_group, target)
@@ -241,32 +239,15 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
             begin_alike_(job.material.model, job.group)
         _override(replica.optimizer, config.checkpoint)
     if images is not None:
-        images.keep_only(job.succession.record.image or None if job.succession is not None else None)
+        images.keep_only("" if job.succession is None else job.succession.record.image)
+    before = job.carried.saver if job.carried is not None else None
     saver = Saver(
-        manager, config.checkpoint, provenance, replica, sharing=job.directory_group, images=images,
-        generation=job.group.generation, before=job.carried.saver if job.carried is not None else None,
+        manager, config.checkpoint, provenance, replica, sharing=job.directory_group, images=images, before=before
     )  # fmt: skip
     undo.callback(saver.close)
     if "meters" in state.resets:
         manager.keep_best_until(state.resets["meters"])
     return Start(state, provenance, saver, parts, inherited, beginning)
-
-
-def make_images(job: RankJob, replica: Replica, undo: ExitStack) -> Images | None:
-    """What keeps the state in memory where ranks own parts of it; None for replicas. Collective."""
-    config, group = job.config.checkpoint, job.group
-    if replica.owned is None or not config.memory_interval_updates:
-        return None
-    assert isinstance(replica.reducer, OwnedGradients)
-    ownership = replica.reducer.ownership
-    owned = [float(ownership.owned_by(rank)) for rank in range(group.world_size)]
-    messages = group.messages() if group.world_size > 1 else None
-    if messages is not None:
-        undo.callback(messages.close)
-    return Images(
-        job.directory.path, job.directory.run_id, group, start=job.start, owned=owned, messages=messages,
-        memory_bytes=config.memory_buffer_bytes(),
-    )  # fmt: skip
 
 
 def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
@@ -388,24 +369,24 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
     job.metrics.set_total(total)
     reports.status.write(0.0, force=True, step=state.position.step - 1, state="start" if job.is_first else "train")
     if job.is_first or job.carried is None:
-        _say_what_runs(controller, job.material, reports.status.names)
+        say_what_runs(controller, job.material, reports.status.names)
     if feed.shards is not None and job.group.rank == 0:
         say_what_holds(feed.shards, job.layout.of_leaders(job.slots_of_ranks), has_begun=not job.is_first)
     if job.is_first:
         course = Course(feed.steps.planner.n, state.position, state.updates, total)
-        _say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
+        say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
         is_resumed = start.beginning is not None
         for sentence in horizon.in_words(job.config.optimization, state, total, is_resumed=is_resumed):
             logger.info(sentence)
     if job.config.data.unit_size is None and job.is_first:
-        _warn_of_batch_norm(controller)
+        warn_of_batch_norm(controller)
     if start.beginning is None and job.is_first and job.group.rank == 0:
         log_again(job.material.start_notes)
     if job.config.checkpoint.no_save and job.is_first and job.group.rank == 0:
         makes_images = job.config.checkpoint.memory_interval_updates != 0
         warn_of_no_save(controller.replica.owned, controller.group, makes_images=makes_images)
     if job.material.trial.carried and job.is_first and job.group.rank == 0:
-        _warn_of_carried_state(job.material.trial.carried)
+        warn_of_carried_state(job.material.trial.carried)
 
 
 # Helpers of the builders
@@ -546,68 +527,6 @@ def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: Traini
         if None not in epochs:
             limits.append(sum(steps or 0 for steps in epochs))
     return place.step - 1 + min(limits) if limits else None
-
-
-def _devices_in_words(names: Sequence[str]) -> str:
-    """`cpu`, or `1 cuda, 2 cpu` where the ranks differ; `names` are `node/device`."""
-    kinds = Counter(name.rpartition("/")[2].partition(":")[0] for name in names)
-    return ", ".join(kind if len(kinds) == 1 else f"{number} {kind}" for kind, number in kinds.items())
-
-
-def _say_what_runs(controller: Controller, material: LoadedTask, names: Sequence[str]) -> None:
-    parameters = sum(parameter.numel() for parameter in material.model.parameters())
-    trained = sum(parameter.numel() for _, parameter in trained_parameters(material.model))
-    plan = controller.planner.plan(controller.state.position)
-    logger.info(
-        "task %s: %s training samples, %s parameters%s", type(material.task).__name__, f"{controller.planner.n:,}",
-        f"{parameters:,}", "" if trained == parameters else f", {trained:,} of them trained",
-    )  # fmt: skip
-    logger.info(
-        "%d rank%s (%s); the next step has %d samples, shares %s", controller.group.world_size,
-        "" if controller.group.world_size == 1 else "s", _devices_in_words(names), plan.size,
-        "+".join(map(str, plan.shares)),
-    )  # fmt: skip
-    work = controller.planner.work(plan.epoch, plan.start, plan.stop)
-    if work < len(plan.shares) and controller.group.rank == 0:
-        logger.warning(
-            "a step has %d piece%s of work for %d ranks, so some have nothing to do: make the global batch larger%s",
-            work, "" if work == 1 else "s", len(plan.shares),
-            ", or --unit-size smaller" if controller.planner.unit > 1 else "",
-        )  # fmt: skip
-
-
-def _say_what_the_batch_means(
-    config: OptimizationConfig, batch: GlobalBatch, course: Course, beginning: Beginning | None
-) -> None:
-    """Log how --scale-lr changed the learning rate, or would change it if steps had another size before."""
-    said = None
-    if config.scale_lr != "none":
-        said = scale_in_words(config, batch, course.epoch)
-    elif beginning is not None:
-        saved = beginning.loaded.state
-        said = advice(config, batch, course, before=saved_batch(saved), epoch_before=saved["epoch"])
-    if said is not None:
-        logger.info(said)
-
-
-def _warn_of_batch_norm(controller: Controller) -> None:
-    """The one common layer whose result depends on how a step is cut into micro-batches."""
-    kinds = batch_norms(controller.replica.model)
-    if kinds and controller.group.rank == 0:
-        logger.warning(
-            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --batch-size: LayerNorm"
-            " or GroupNorm keep the promise of one curve on any machines, and --unit-size N does for any layer",
-            ", ".join(sorted(kinds)),
-        )
-
-
-def _warn_of_carried_state(carried: Sequence[str]) -> None:
-    logger.warning(
-        "forward reads what the forward before left in %s, so the loss of a sample depends on the samples that its rank"
-        " had before, and the curve on the shares: keep the state in the batch, or begin each forward without it; a"
-        " fixed --balance keeps the curve until a rank is lost or the run resumes; hetseq selftest says more",
-        few(carried),
-    )
 
 
 @contextmanager

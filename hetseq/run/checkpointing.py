@@ -101,12 +101,11 @@ class Saver:
         *,
         sharing: DirectoryGroups,
         images: Images | None = None,
-        generation: int = 0,
         before: Saver | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager, self._config, self._provenance, self._replica = manager, config, provenance, replica
-        self._sharing, self._generation, self._now = sharing, generation, now
+        self._sharing, self._generation, self._now = sharing, sharing.whole.generation, now
         self._images = images
         self._making_s = 0.0  # on the slowest rank, of the newest image
         self._last_s: float = now() if before is None else before._last_s
@@ -288,11 +287,11 @@ class Saver:
         """Log where the images are, or which ranks' death would cost the steps since a save."""
         if self._sharing.whole.rank != 0:
             return
-        remedy = "give --memory-buffer-size more, or make room in /dev/shm"
         if protection.refusal is not None:
             logger.warning(
                 "there is no memory for images of the state (%s), so the loss of an owner costs the steps since the"
-                " newest checkpoint: %s [no-second-place]", protection.refusal, remedy,
+                " newest checkpoint: give --memory-buffer-size more, or make room in /dev/shm [no-second-place]",
+                protection.refusal,
             )  # fmt: skip
         elif protection.alone and self._sharing.whole.world_size > 1 and self._generation == 0:
             logger.info(

@@ -23,7 +23,10 @@ hetseq/loop/whole.py
 hetseq/comm/slices.py
     TaggedSlices._post: future.result: the thread waits for the GPU, then posts without waiting
     _Awaited.wait: _future.result: the thread waits for messages with the deadline of the group
-    _Serial._serve: _tasks.get: an idle thread; `end` gives it None
+hetseq/comm/serial_thread.py
+    SerialThread._serve: _tasks.get: an idle thread; `end` gives it None
+hetseq/checkpoint/image_copy.py
+    PartCopies._say_why_it_failed: future.exception: called when the future is done
 hetseq/parallel/owned_gradients.py
     OwnedGradients._await_gathers: transfer.wait: a transfer has the deadline of its group
     OwnedGradients._collect: unit.sending.wait: as above
@@ -169,6 +172,10 @@ hetseq/cluster/rendezvous/channel.py
 hetseq/cluster/membership/coordinator_server.py
     _turn: held while a byte is read that is there
 hetseq/comm/group.py
+    _lock: held for a few lines that wait for nothing
+hetseq/comm/messages.py
+    _lock: held for a few lines that wait for nothing
+hetseq/checkpoint/images.py
     _lock: held for a few lines that wait for nothing
 hetseq/commands/doctor/all_reduce_child.py
     _changed: held for a few lines that wait for nothing

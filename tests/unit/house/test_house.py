@@ -24,7 +24,7 @@ WITHOUT_TORCH = (
 BUT_WITH_TORCH = (
     "system.device_memory", "system.gpu", "system.matmul_backend", "data.fetch", "data.lanes", "data.loader",
     "monitor.versions", "checkpoint.async_save", "checkpoint.dcp", "checkpoint.export", "checkpoint.holdings",
-    "checkpoint.load", "checkpoint.manager",
+    "checkpoint.image_copy", "checkpoint.images", "checkpoint.load", "checkpoint.manager",
     "checkpoint.memory_recovery", "checkpoint.part_io", "checkpoint.shared_read", "checkpoint.snapshot",
     "checkpoint.sync_save", "checkpoint.target_memory", "checkpoint.tensor_reader", "checkpoint.tensor_slices",
     "launch.generation", "launch.launcher_link", "launch.rank_life", "launch.script_alone", "launch.script_worker",
@@ -33,7 +33,9 @@ BUT_WITH_TORCH = (
     "commands.selftest.checks", "commands.selftest.diagnosis", "commands.selftest.examine",
     "commands.selftest.fixed_randomness", "commands.selftest.measure",
 )  # fmt: skip
-MAY_CALL_COLLECTIVES = ("hetseq/comm/group.py", "hetseq/comm/slices.py", "hetseq/launch/launch.py")
+MAY_CALL_COLLECTIVES = (
+    "hetseq/comm/group.py", "hetseq/comm/messages.py", "hetseq/comm/slices.py", "hetseq/launch/launch.py",
+)  # fmt: skip
 #: inside torch.distributed.checkpoint, whose collectives are those of whoever calls `dcp.load`
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves

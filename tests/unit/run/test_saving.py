@@ -56,9 +56,9 @@ def test_the_memory_of_checkpoints_is_told_at_a_start_and_not_after_a_recovery(
     caplog.set_level(logging.INFO)
     facts = {"keeps_states": True, "node_memory_bytes": 8_300_000, "prepare": lambda tensors: None}
     config = options.parse(["--save-dir", str(tmp_path)]).checkpoint
-    sharing = everything_shared(LocalGroup())
+    sharing = everything_shared(LocalGroup(generation=generation))
     manager: Any = SimpleNamespace(**facts)
-    Saver(manager, config, HERE, trained(), sharing=sharing, generation=generation)._prepare({})
+    Saver(manager, config, HERE, trained(), sharing=sharing)._prepare({})
     assert caplog.messages == told
 
 
