@@ -1,25 +1,26 @@
 """Real runs with kills against their simulation: is the goodput that `hetseq simulate` predicts the measured one?
 
-    python bench/goodput.py [--seconds 40] [--ranks 3] [--every 10] [--sample-ms 7.5] [--only replicas restart]
+    python bench/goodput.py [--seconds 40] [--ranks 3] [--every 10] [--sample-ms 12] [--only replicas restart]
 
-Two kinds of runs, each at five rates of kills, from one in 10 steps to one in 100: replicas of HetSeq, which continue in
-place, and `torchrun --max-restarts`, which restarts all ranks from the newest file of `torch.save`. Both train the toy of
-bench/recover.py. A sample takes a fixed time of sleep, so a step takes some 60 ms on a busy machine too, and more where
-fewer ranks share it.
+Two kinds of runs, each at five rates of kills, from one in 10 steps to one in 100: replicas of HetSeq, which continue
+in place, and `torchrun --max-restarts`, which restarts all ranks from the newest file of `torch.save`. Both train the
+toy of bench/recover.py. A sample takes a fixed time of sleep, so a step takes some 100 ms on a busy machine too, and
+more where fewer ranks share it.
 
-The gap from the first new step after a kill to the next kill is exponential. Every kill is a SIGKILL to one rank, by its
-process id, at a time that the script knows. From the lines that each rank writes after its steps, and from the events
-of HetSeq, it takes
+The gap from the first new step after a kill to the next kill is exponential. Every kill is a SIGKILL to one rank, by
+its process id, at a time that the script knows. From the lines that each rank writes after its steps it takes
 
     goodput     useful steps x the calm step time / wall time, from a checkpoint until the end of the run
     step_s      mean step before the first kill, checkpoints included
-    halt_s      mean time from a kill until training continues: HetSeq's own record of its regroups, or, of a restart,
-                from the signal to the first new step, less that step
+    halt_s      mean time from a kill until training continues: of a restart, from the signal to the first new step,
+                less that step; in place, from the end of the step under way to the next one, less that
     join_s      mean halt when the killed rank is back; back_s: from the signal until then
 
-`hetseq.balance.goodput` gets these numbers and the kills, and nothing about the steps that were made. Where the halts are
-measured one by one, each kill comes as long after the halt before it as in the run, and all halts are equally long. The
-bar: it predicts the goodput of each run within a tenth. A further kind of run is one more entry of `KINDS`.
+In place these three are taken from kills that no other kill followed before the rank was back.
+
+`hetseq.balance.goodput` gets these numbers and the kills, and nothing about the steps that were made. Where the halts
+are measured one by one, each kill comes as long after the halt before it as in the run, and all halts are equally long.
+The bar: it predicts the goodput of each run within a tenth. A further kind of run is one more entry of `KINDS`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ from typing import Any
 import figures
 import recover
 
-from hetseq.balance.goodput import Absence, Disk, Way, live, restart, retry
-from hetseq.monitor.metrics import read_events
-from hetseq.run_directory import RunDirectory
+from hetseq.balance.goodput import Absence, Disk, StepTime, Way, live, restart, retry
 
 BAR = 0.10
 RATES = (10, 18, 32, 56, 100)  # steps from one kill to the next, on average
@@ -56,11 +55,10 @@ HEADS = ("", "steps per kill", "kills", "steps", "halt, s", "measured", "simulat
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has left: the lines of its steps, its kills, and the events of HetSeq, if it was HetSeq."""
+    """What a run has left: the lines of its steps, in order of time, and its kills."""
 
     lines: Sequence[recover.Line]
     kills_ns: Sequence[int]
-    events: Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -95,11 +93,11 @@ class Measured:
 class Kind:
     """A kind of run: its command, its costs by its record, and the way to simulate it.
 
-    `costs` takes the record and the calm step. `is_in_place`: the other ranks continue in their processes.
+    `costs` takes the record, the calm step and the arguments. `is_in_place`: the others continue in their processes.
     """
 
     command: Callable[[Path, argparse.Namespace], list[str]]
-    costs: Callable[[Record, float], Costs]
+    costs: Callable[[Record, float, argparse.Namespace], Costs]
     way: Callable[[Measured, argparse.Namespace], Way]
     is_in_place: bool
 
@@ -110,7 +108,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=40.0, help="of each run, from its first kill on")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--sample-ms", type=float, default=7.5, help=f"of a sample; a rank has {recover.SAMPLES_PER_RANK}")
+    parser.add_argument(
+        "--sample-ms", type=float, default=12.0, help=f"of a sample; a rank has {recover.SAMPLES_PER_RANK}"
+    )
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of runs")
     parser.add_argument("--rates", nargs="+", type=int, default=list(RATES), help="steps per kill")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
@@ -133,12 +133,12 @@ def main() -> int:
                 (folder / "tmp").mkdir(parents=True)
                 load = os.getloadavg()[0]
                 record = one_run(KINDS[kind], folder, arguments, steps_per_kill)
-                measured = measure(record, KINDS[kind], arguments.every)
+                measured = measure(record, KINDS[kind], arguments)
                 predicted = simulate(KINDS[kind], measured, arguments)
                 rows.append({"what": kind, "steps_per_kill": steps_per_kill, "simulated": predicted, "load": load,
                              "goodput": measured.goodput, **asdict(measured)})  # fmt: skip
-                print(f"{kind}, {steps_per_kill} steps per kill: {predicted:.3f} simulated, {measured.goodput:.3f} measured",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                told = f"{predicted:.3f} simulated, {measured.goodput:.3f} measured"
+                print(f"{kind}, {steps_per_kill} steps per kill: {told}", file=sys.stderr, flush=True)
     return report(rows, arguments)
 
 
@@ -175,13 +175,15 @@ def one_run(kind: Kind, folder: Path, arguments: argparse.Namespace, steps_per_k
                 kills_ns.append(time.monotonic_ns())
                 os.kill(pids[int(victim * len(pids))], signal.SIGKILL)
                 recover.await_(
-                    process, said, lambda: is_resumed(recover.read_lines(steps), kills_ns[-1], kind), "the next new step"
+                    process,
+                    said,
+                    lambda: is_resumed(recover.read_lines(steps), kills_ns[-1], kind),
+                    "the next new step",
                 )
         finally:
             recover.end(process)
             recover.sweep(folder / "run")
-    events = RunDirectory(folder / "run").events
-    return Record(recover.read_lines(steps), kills_ns, read_events(events) if events.exists() else [])
+    return Record(sorted(recover.read_lines(steps), key=lambda line: line.made_ns), kills_ns)
 
 
 def living(lines: Sequence[recover.Line]) -> list[int]:
@@ -219,18 +221,18 @@ def first_lines(lines: Any) -> dict[int, int]:
     return first_ns
 
 
-def measure(record: Record, kind: Kind, every: int) -> Measured:
+def measure(record: Record, kind: Kind, arguments: argparse.Namespace) -> Measured:
     """The figures of a run: from the newest checkpoint before the first kill to its newest step."""
     last_ns = record.kills_ns[-1] if record.kills_ns else 0
     calm = [line for line in record.lines if not record.kills_ns or line.made_ns <= record.kills_ns[0]]
     first_ns = first_lines(calm)
-    begin = CALM_STEPS // every * every
+    begin = CALM_STEPS // arguments.every * arguments.every
     good = resumed(record.lines, last_ns, kind) if record.kills_ns else calm
     newest = max(line.step for line in good)
     end_ns = min(line.made_ns for line in good if line.step == newest)
     step_s = calm_step_s(record.lines)
     kills_s = tuple((killed_ns - first_ns[begin]) / 1e9 for killed_ns in record.kills_ns)
-    costs = kind.costs(record, step_s) if kills_s else Costs()
+    costs = kind.costs(record, step_s, arguments) if kills_s else Costs()
     if costs.halts_s:
         late_s = itertools.accumulate((costs.halt_s - halt_s for halt_s in costs.halts_s), initial=0.0)
         kills_s = tuple(at_s + by_s for at_s, by_s in zip(kills_s, late_s))
@@ -238,23 +240,36 @@ def measure(record: Record, kind: Kind, every: int) -> Measured:
     return Measured(wall_s, newest - begin, step_s, kills_s, costs.halt_s, costs.join_s, costs.back_s)
 
 
-def costs_in_place(record: Record, step_s: float) -> Costs:
-    """By the events of HetSeq, and the first lines of the processes that were started since."""
-    events = [event for event in record.events if event["event"] == "generation" and event["seconds"] is not None]
-    lost = [event["seconds"] for event in events if "was killed" in event["story"]]
-    joined = [event["seconds"] for event in events if "was killed" not in event["story"]]
-    first_ns: dict[int, int] = {}
-    for line in record.lines:
-        first_ns[line.pid] = min(line.made_ns, first_ns.get(line.pid, line.made_ns))
-    new_ns = sorted(at_ns for at_ns in first_ns.values() if at_ns > record.kills_ns[0])
-    halt_s, join_s = statistics.mean(lost), statistics.mean(joined or [0.0])
-    back_s = statistics.mean((new - killed) / 1e9 for new, killed in zip(new_ns, record.kills_ns)) if new_ns else 0.0
-    return Costs(halt_s, join_s, max(0.0, back_s - join_s - step_s))
+def costs_in_place(record: Record, step_s: float, arguments: argparse.Namespace) -> Costs:
+    """By the kills that met all ranks, and no other kill before the lost rank was back; 0 if there are none."""
+    first_ns, halts_s, joins_s, backs_s = first_lines(record.lines), list[float](), list[float](), list[float]()
+    fewer_s = step_of(step_s, arguments)((arguments.ranks - 1,))
+    for at_ns, next_kill_ns in zip(record.kills_ns, (*record.kills_ns[1:], math.inf)):
+        before = [line for line in record.lines if line.made_ns <= at_ns]
+        newest, old = max(line.step for line in before), {line.pid for line in before}
+        new = [line for line in record.lines if line.made_ns > at_ns and line.pid not in old]
+        if (
+            not new
+            or new[0].made_ns > next_kill_ns
+            or len({x.pid for x in before if x.step == newest}) < arguments.ranks
+        ):
+            continue
+        # the step under way is computed to its end, and the next one is made without the lost rank
+        noticed_ns = max(at_ns, first_ns[newest] + step_s * 1e9)
+        next_ns, joined_ns = first_ns[newest + 1], min(line.made_ns for line in new)
+        join_s = (joined_ns - first_ns[new[0].step - 1]) / 1e9 - step_s
+        halts_s.append(max(0.0, (next_ns - noticed_ns) / 1e9 - fewer_s))
+        joins_s.append(max(0.0, join_s))
+        backs_s.append(max(0.0, (joined_ns - at_ns) / 1e9 - join_s - step_s))
+    halt_s, join_s, back_s = (statistics.mean(values or [0.0]) for values in (halts_s, joins_s, backs_s))
+    return Costs(halt_s, join_s, back_s)
 
 
-def costs_of_restarts(record: Record, step_s: float) -> Costs:
+def costs_of_restarts(record: Record, step_s: float, arguments: argparse.Namespace) -> Costs:
     """From each signal to the first step of a new process, less that step; all ranks are back then."""
-    next_ns = [min(line.made_ns for line in resumed(record.lines, at_ns, KINDS["restart"])) for at_ns in record.kills_ns]
+    next_ns = [
+        min(line.made_ns for line in resumed(record.lines, at_ns, KINDS["restart"])) for at_ns in record.kills_ns
+    ]
     halts_s = [(next_ns - at_ns) / 1e9 - step_s for next_ns, at_ns in zip(next_ns, record.kills_ns)]
     return Costs(statistics.mean(halts_s), halts_s=tuple(halts_s))
 
@@ -279,15 +294,17 @@ KINDS = {
 
 
 def simulate(kind: Kind, measured: Measured, arguments: argparse.Namespace) -> float:
-    """The goodput of a run with these kills and these costs; a step is longer where fewer ranks share its samples."""
-    ranks, paced_s = arguments.ranks, arguments.sample_ms / 1e3 * recover.SAMPLES_PER_RANK
+    """The goodput of a run with these kills and these costs."""
+    absences = absences_of(measured.kills_s, measured.back_s, arguments.ranks)
+    step_s = step_of(measured.step_s, arguments)
+    way, nodes = kind.way(measured, arguments), [arguments.ranks]
+    return live(way, absences, nodes=nodes, step_s=step_s, wall_s=measured.wall_s).fraction
 
-    def step_s(left: tuple[int, ...]) -> float:
-        return measured.step_s + paced_s * (ranks / left[0] - 1) if left[0] else math.inf
 
-    absences = absences_of(measured.kills_s, measured.back_s, ranks)
-    found = live(kind.way(measured, arguments), absences, nodes=[ranks], step_s=step_s, wall_s=measured.wall_s)
-    return found.fraction
+def step_of(calm_s: float, arguments: argparse.Namespace) -> StepTime:
+    """The step by the ranks that are left, who share its samples equally; `calm_s`: with all of them."""
+    paced_s = arguments.sample_ms / 1e3 * recover.SAMPLES_PER_RANK
+    return lambda left: calm_s + paced_s * (arguments.ranks / left[0] - 1) if left[0] else math.inf
 
 
 def absences_of(kills_s: Sequence[float], back_s: float, ranks: int) -> list[Absence]:
@@ -309,7 +326,9 @@ def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> int
         counts = (str(row["steps_per_kill"]), str(len(row["kills_s"])), str(row["steps"]))
         cells.append([row["what"], *counts, *shown, f"{row['simulated'] / row['goodput']:.3f}"])
     load = statistics.mean(row["load"] for row in rows)
-    print(f"{arguments.ranks} ranks, a checkpoint every {arguments.every} steps; load {load:.1f} on {os.cpu_count()} cores")
+    print(
+        f"{arguments.ranks} ranks, a checkpoint every {arguments.every} steps; load {load:.1f}, {os.cpu_count()} cores"
+    )
     print(figures.table(HEADS, cells))
     missed = [row for row in rows if abs(row["simulated"] / row["goodput"] - 1) > BAR]
     print(f"{len(rows) - len(missed)} of {len(rows)} within {BAR:.0%} of the measured goodput (bar: all of them)")

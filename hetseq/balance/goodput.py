@@ -121,11 +121,11 @@ class Disk:
 class Way:
     """A way to survive failures. `restart`, `retry` and `images` make them.
 
-    `detect_s` passes until a failure is noticed. `live_steps`: the others finish computing the step under way, since they
-    miss a rank only when they exchange gradients, and continue in their processes, after `regroup_s` seconds, from a
-    state that is at most so many steps old and that costs `live_s` each time; None: all ranks restart from the disk, at
-    once. `has_neighbours`: the part of a node is in the memory of one other node, the next one. A node that takes part
-    again halts the others for `join_s`.
+    `detect_s` passes until a failure is noticed. With `live_steps` the others continue in their processes, after
+    `regroup_s` seconds, from a state that is at most so many steps old and that costs `live_s` each time. They finish
+    computing the step under way first, since they miss a rank only when they exchange gradients. `live_steps` None: all
+    ranks restart from the disk, at once. `has_neighbours`: the part of a node is in the memory of one other node, the
+    next one. A node that takes part again halts the others for `join_s`.
     """
 
     name: str
@@ -194,9 +194,7 @@ class Goodput:
 # a run, from event to event
 
 
-def live(
-    way: Way, absences: Sequence[Absence], *, nodes: Sequence[int], step_s: StepTime, wall_s: float
-) -> Goodput:
+def live(way: Way, absences: Sequence[Absence], *, nodes: Sequence[int], step_s: StepTime, wall_s: float) -> Goodput:
     """What a run makes of these absences in `wall_s` seconds; `nodes`: how many there are in each group."""
     simulated = _Run(way, nodes, step_s, mean_gap_s=wall_s / max(1, len(absences)))
     events = [(absence.begin_s, True, absence) for absence in absences]

@@ -109,7 +109,9 @@ def _preemption(text: str) -> Preemption:
     try:
         if not group or len(numbers) != 2:
             raise ValueError
-        return Preemption(group, _number(numbers[0], 1e-9, _MOST_PER_DAY, ""), _number(numbers[1], 0, _MOST_MINUTES, ""))
+        return Preemption(
+            group, _number(numbers[0], 1e-9, _MOST_PER_DAY, ""), _number(numbers[1], 0, _MOST_MINUTES, "")
+        )
     except ValueError:
         raise ValueError(
             "expected GROUP:PER_DAY:MINUTES, as in pool-room:2:30 for nodes that are away twice a day for 30 minutes"
@@ -295,7 +297,10 @@ def failure_lines(answer: FailureAnswer) -> list[str]:
     rows: list[Cells] = [("per day", "goodput", "steps again", "hours lost", "halted", "again", "saves", "fewer nodes")]
     for one, found in zip(answer.ways, answer.found):
         facts = _facts(found)
-        hours = (f"{round(facts[name], 2) + 0.0:.2f}" for name in ("hours_lost", "halted_h", "again_h", "saving_h", "slower_h"))
+        hours = (
+            f"{round(facts[name], 2) + 0.0:.2f}"
+            for name in ("hours_lost", "halted_h", "again_h", "saving_h", "slower_h")
+        )
         rows.append((one.name, f"{found.fraction:.1%}", f"{facts['steps_again']:,.0f}", *hours))
     every = "in every step" if imaged.live_steps == 1 else f"every {imaged.live_steps} steps"
     kinds = [f"{answer.question.per_node_day:g} failures of each a day"] if answer.question.per_node_day else []
