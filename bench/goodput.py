@@ -244,21 +244,19 @@ def costs_in_place(record: Record, step_s: float, arguments: argparse.Namespace)
     """By the kills that met all ranks, and no other kill before the lost rank was back; 0 if there are none."""
     first_ns, halts_s, joins_s, backs_s = first_lines(record.lines), list[float](), list[float](), list[float]()
     fewer_s = step_of(step_s, arguments)((arguments.ranks - 1,))
-    for at_ns, next_kill_ns in zip(record.kills_ns, (*record.kills_ns[1:], math.inf)):
+    kills_ns = (-math.inf, *record.kills_ns, math.inf)
+    for last_ns, at_ns, next_ns in zip(kills_ns, record.kills_ns, kills_ns[2:]):
         before = [line for line in record.lines if line.made_ns <= at_ns]
         newest, old = max(line.step for line in before), {line.pid for line in before}
         new = [line for line in record.lines if line.made_ns > at_ns and line.pid not in old]
-        if (
-            not new
-            or new[0].made_ns > next_kill_ns
-            or len({x.pid for x in before if x.step == newest}) < arguments.ranks
-        ):
+        made_by = {line.pid for line in before if line.step == newest}
+        if last_ns > first_ns[newest] or len(made_by) < arguments.ranks or not new or new[0].made_ns > next_ns:
             continue
         # the step under way is computed to its end, and the next one is made without the lost rank
         noticed_ns = max(at_ns, first_ns[newest] + step_s * 1e9)
-        next_ns, joined_ns = first_ns[newest + 1], min(line.made_ns for line in new)
+        again_ns, joined_ns = first_ns[newest + 1], new[0].made_ns
         join_s = (joined_ns - first_ns[new[0].step - 1]) / 1e9 - step_s
-        halts_s.append(max(0.0, (next_ns - noticed_ns) / 1e9 - fewer_s))
+        halts_s.append(max(0.0, (again_ns - noticed_ns) / 1e9 - fewer_s))
         joins_s.append(max(0.0, join_s))
         backs_s.append(max(0.0, (joined_ns - at_ns) / 1e9 - join_s - step_s))
     halt_s, join_s, back_s = (statistics.mean(values or [0.0]) for values in (halts_s, joins_s, backs_s))
