@@ -25,9 +25,7 @@ from hetseq.balance.simulation import RankModel, Step, best_shares, equal_shares
 from hetseq.commands.plan.cells import seconds_text, shares_text, speed_text
 from hetseq.commands.plan.cluster_file import Experiment, read_experiment
 from hetseq.commands.plan.failures import (
-    OPTIONS as FAILURE_OPTIONS,
-)
-from hetseq.commands.plan.failures import (
+    FAILURE_OPTIONS,
     FailureAnswer,
     FailureQuestion,
     failure_facts,

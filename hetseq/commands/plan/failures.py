@@ -119,7 +119,7 @@ def _preemption(text: str) -> Preemption:
 
 
 _RATE, _PREEMPTIONS = "--failures-per-node-day", "--preemptions"
-OPTIONS = (
+FAILURE_OPTIONS = (
     CommandOption(
         _RATE,
         "also print the goodput if each node fails so often a day, as in 0.01: with restarts from checkpoints, with"
@@ -183,7 +183,7 @@ OPTIONS = (
 
 def failures_of(given: Given) -> FailureQuestion | None:
     """The question in these words; None without one. Raises ConfigError for options that lack a rate."""
-    values = {option.flag: given[option.flag] for option in OPTIONS}
+    values = {option.flag: given[option.flag] for option in FAILURE_OPTIONS}
     rate, preemptions = values[_RATE], values[_PREEMPTIONS]
     if rate is None and not preemptions:
         for flag, value in values.items():
