@@ -241,12 +241,12 @@ def hetseq(folder: Path, arguments: argparse.Namespace) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), "--cpu", "--disable-validation", *words]
 
 
-def torchrun(folder: Path, arguments: argparse.Namespace) -> list[str]:
+def torchrun(folder: Path, arguments: argparse.Namespace, *, restarts: int = 3) -> list[str]:
     """The command of torchrun's side, its script written."""
     script = folder / "toy.py"
     told = {"checkpoint": str(folder / "state.pt"), "every": arguments.every, "per_rank": SAMPLES_PER_RANK}
     script.write_text(toy(folder, arguments) + SCRIPT.format(**told))
-    words = ["--standalone", "--nnodes=1", f"--nproc-per-node={arguments.ranks}", "--max-restarts=3"]
+    words = ["--standalone", "--nnodes=1", f"--nproc-per-node={arguments.ranks}", f"--max-restarts={restarts}"]
     return [sys.executable, "-m", "torch.distributed.run", *words, "--monitor-interval=0.1", str(script)]
 
 
@@ -257,14 +257,9 @@ def toy(folder: Path, arguments: argparse.Namespace) -> str:
 
 def one_kill(command: Sequence[str], folder: Path, kill: Kill, ranks: int) -> Recovery:
     """Start, kill one rank, wait until it is back, end everything."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment |= {"TMPDIR": str(folder / "tmp"), "HOME": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     steps = folder / "steps"
     with (folder / "said").open("w+b") as said:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, cwd=folder,
-            start_new_session=True,
-        )  # fmt: skip
+        process = started(command, folder, said)
         try:
             await_(process, said, lambda: newest(steps) >= kill.step, f"step {kill.step}")
             time.sleep(kill.after_s)
@@ -276,6 +271,16 @@ def one_kill(command: Sequence[str], folder: Path, kill: Kill, ranks: int) -> Re
             end(process)
             sweep(folder / "run")
     return measure(read_lines(steps), killed_ns)
+
+
+def started(command: Sequence[str], folder: Path, said: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The process of a command, which has a home and a folder for temporary files of its own."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"TMPDIR": str(folder / "tmp"), "HOME": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, cwd=folder,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 def await_(process: subprocess.Popen[bytes], said: IO[bytes], look: Callable[[], bool], what: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from hetseq.balance.cost_meter import MEDIAN_GAP, AtOnce, Balancer, CostMeter
 from hetseq.balance.shares import Cost, assign_shares, balance_shares, fit_to_noise
 
 Seconds = npt.NDArray[np.float64]
+_EXACT = 1e-12  # of a step's seconds
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def ring_seconds(links: Iterable[Link], world_size: int, gradient_bytes: float) 
 class RankGroup:
     """A number of equal ranks. With n samples one of them computes for fixed_s + n / samples_per_s seconds.
 
-    Each micro-batch of at most `micro_batch` samples, None for any number, adds per_micro_batch_s.
+    Each micro-batch of at most `micro_batch` samples, None for any number, adds per_micro_batch_s. `count` is a
+    multiple of `ranks_per_node`.
     """
 
     name: str
@@ -166,6 +168,7 @@ class RankGroup:
     fixed_s: float = 0.0
     micro_batch: int | None = None
     per_micro_batch_s: float = 0.0
+    ranks_per_node: int = 1
 
     def rank(self) -> RankModel:
         """One rank of the group; all of its fixed cost is paid with samples only."""
@@ -200,6 +203,11 @@ class Cluster:
         """The same cluster without the groups of that name."""
         return Cluster(tuple(group for group in self.groups if group.name != name), self.gradient_bytes)
 
+    def left(self, counts: Sequence[int]) -> Cluster:
+        """The same cluster with so many ranks of each group; without the groups that have none."""
+        groups = tuple(replace(group, count=count) for group, count in zip(self.groups, counts, strict=True) if count)
+        return Cluster(groups, self.gradient_bytes)
+
     def by_group(self, values: Sequence[int]) -> list[tuple[RankGroup, tuple[int, ...]]]:
         """Values by rank, such as shares, as values by group."""
         found, start = [], 0
@@ -233,6 +241,22 @@ class Clock:
 def equal_shares(cluster: Cluster, total: int) -> tuple[int, ...]:
     """The shares from a program that does not know its machines."""
     return assign_shares(total, (1.0,) * cluster.world_size)
+
+
+def best_step_s(groups: Sequence[RankGroup], total: int) -> float:
+    """The time of the slowest rank with `best_shares`, by group and not by rank: quick for any number of ranks.
+
+    It is the first moment at which all ranks together can have done `total` samples.
+    """
+    costs = [(group.rank().cost, group.count) for group in groups]
+    early_s, late_s = 0.0, min(cost.seconds(-(-total // count)) for cost, count in costs)
+    while late_s - early_s > _EXACT * late_s:
+        middle_s = (early_s + late_s) / 2
+        if sum(count * cost.units_by(middle_s, total) for cost, count in costs) >= total:
+            late_s = middle_s
+        else:
+            early_s = middle_s
+    return late_s
 
 
 def run(cluster: Cluster, shares: Sequence[int], clock: Clock) -> Step:

@@ -30,7 +30,7 @@ _TOP = (
 )  # fmt: skip
 _GROUP = (
     "name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link", "memory", "host_memory",
-    "stable",
+    "stable", "ranks_per_node",
 )  # fmt: skip
 _OF_MEMORY = ("memory", "host_memory", "stable")
 _BUCKET = 25 * 2**20 // 4  # elements of the buckets of --bucket-cap-mb
@@ -91,13 +91,15 @@ def read_experiment(file: Path) -> Experiment:
 
 def _group(table: _Table) -> RankGroup:
     link = table.table("link", _LINK)
+    count = table.whole("count", least=1, most=_MOST_RANKS)
     return RankGroup(
         name=table.text("name"),
-        count=table.whole("count", least=1, most=_MOST_RANKS),
+        count=count,
         samples_per_s=table.number("samples_per_s", least=_LEAST, or_none=table.has("memory")),
         fixed_s=table.number("fixed_s", least=0, default=0.0),
         micro_batch=table.whole("micro_batch", least=1, most=_MOST_SAMPLES) if table.has("micro_batch") else None,
         per_micro_batch_s=table.number("per_micro_batch_s", least=0, default=0.0),
+        ranks_per_node=table.divisor("ranks_per_node", count, "count"),
         link=Link(
             bytes_per_s=link.number("mbit_per_s", least=_LEAST) * 1e6 / 8,
             latency_s=link.number("latency_ms", least=0, default=0.0) / 1e3,
@@ -195,6 +197,13 @@ class _Table:
         if default is not None and key not in self._values:
             return default
         return self.read_whole(self._full(key), self._get(key, _whole(least, most)), least, most)
+
+    def divisor(self, key: str, of: int, name: str) -> int:
+        """A whole number that divides the value `of` of the key `name`; 1 if absent."""
+        value = self.whole(key, least=1, most=of, default=1)
+        if of % value:
+            self._refuse(self._full(key), self._values[key], f"a number that divides {name}, which is {of}")
+        return value
 
     def read_whole(self, key: str, node: Any, least: int, most: int) -> int:
         value = _number(node)

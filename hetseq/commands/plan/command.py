@@ -24,6 +24,15 @@ from hetseq.balance.shares import NEGLIGIBLE_GAIN
 from hetseq.balance.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
 from hetseq.commands.plan.cells import seconds_text, shares_text, speed_text
 from hetseq.commands.plan.cluster_file import Experiment, read_experiment
+from hetseq.commands.plan.failures import (
+    FAILURE_OPTIONS,
+    FailureAnswer,
+    FailureQuestion,
+    failure_facts,
+    failure_lines,
+    failures_of,
+    survive,
+)
 from hetseq.commands.plan.layouts import (
     OPTIONS,
     ModelLayouts,
@@ -73,9 +82,10 @@ class PlanArguments:
 
 @dataclass(frozen=True)
 class SimulateArguments:
-    """`hetseq simulate FILE --json`."""
+    """`hetseq simulate FILE --failures-per-node-day RATE --json`."""
 
     file: Path
+    failures: FailureQuestion | None = None
     wants_json: bool = False
 
 
@@ -108,7 +118,7 @@ def parse_plan(argv: Sequence[str]) -> PlanArguments:
 def parse_simulate(argv: Sequence[str]) -> SimulateArguments:
     """Parse the command line of `hetseq simulate`. Raises ConfigError, HelpRequested."""
     given = SIMULATE.read(argv)
-    return SimulateArguments(Path(given["FILE"]), wants_json=given["--json"])
+    return SimulateArguments(Path(given["FILE"]), failures_of(given), wants_json=given["--json"])
 
 
 def _rank_number(text: str) -> int:
@@ -165,13 +175,17 @@ PLAN = Command(
 
 SIMULATE = Command(
     "simulate",
-    "Predict how fast a cluster described in a YAML file would be.",
-    usage=("FILE [--json]",),
+    "Predict how fast a cluster described in a YAML file would be, also while nodes fail.",
+    usage=("FILE [--json]", "FILE --failures-per-node-day RATE [options]"),
     words=(
         Argument("FILE", "YAML: groups of ranks, their speeds and links, a global batch"),
+        *FAILURE_OPTIONS,
         CommandOption("--json", "print one line of JSON, for scripts"),
     ),
-    examples=("hetseq simulate cluster.yaml",),
+    examples=(
+        "hetseq simulate cluster.yaml",
+        "hetseq simulate cluster.yaml --failures-per-node-day 0.01 --repair-minutes 60",
+    ),
     notes=("The keys of the file are in docs/guides/plan.md.",),
 )
 
@@ -351,6 +365,7 @@ class ClusterComparison:
     trials: tuple[Trial, ...]
     advice: tuple[str, ...]
     layouts: ModelLayouts | None = None
+    failures: FailureAnswer | None = None
 
     @property
     def balanced(self) -> Step:
@@ -386,7 +401,10 @@ def compare(arguments: SimulateArguments) -> ClusterComparison:
     memory, layouts = experiment.memory, None
     if memory is not None:
         layouts = layouts_of(memory.ranks, memory.model, total, memory.groups)
-    return ClusterComparison(experiment, tuple(trials), tuple(advice), layouts)
+    failures = None
+    if arguments.failures is not None:
+        failures = survive(arguments.failures, cluster, calm=balanced, seed=clock.seed)
+    return ClusterComparison(experiment, tuple(trials), tuple(advice), layouts, failures)
 
 
 # text and JSON
@@ -466,6 +484,7 @@ def simulation_text(comparison: ClusterComparison) -> str:
         "",
         *comparison.advice,
         *(["", *layout_lines(comparison.layouts)] if comparison.layouts else []),
+        *(["", *failure_lines(comparison.failures)] if comparison.failures else []),
     ]
     return "\n".join(lines)
 
@@ -492,6 +511,7 @@ def simulation_json(comparison: ClusterComparison) -> str:
             ],
             "advice": comparison.advice,
             **({"model": layout_facts(comparison.layouts)} if comparison.layouts else {}),
+            **({"failures": failure_facts(comparison.failures)} if comparison.failures else {}),
         }
     )  # fmt: skip
 
