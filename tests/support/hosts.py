@@ -1,7 +1,8 @@
 """Hosts on this machine: namespaces, each with a name, a network and a folder, and a switch between them.
 
 `two_hosts(folder)` gives labA (10.77.0.1) and labB (10.77.0.2), `some_hosts` any number, with slow cables if asked.
-Files under `folder / "local"` are private to each host; everything else they share, as over a network file system. The
+Files under `folder / "local"` and in `/dev/shm` are private to each host; everything else they share, as over a
+network file system. The
 switch can stop forwarding: no host notices, since all cables stay plugged in. Needs no root where user namespaces are
 allowed; where they are not, the test is skipped.
 """
@@ -102,6 +103,7 @@ def _wire(hosts: Sequence[tuple[Host, int]], local: Path, mbit_per_s: float | No
     for host, pid in hosts:
         host.run("hostname", host.name)
         host.run("mount", "-t", "tmpfs", "none", str(local))
+        host.run("mount", "-t", "tmpfs", "none", "/dev/shm")
         host.run("ip", "link", "set", "lo", "up")
         switch.run("ip", "link", "add", host.name, "type", "veth", "peer", "name", "cable")
         switch.run("ip", "link", "set", host.name, "master", "switch", "up")
