@@ -13,7 +13,8 @@ age. A kill waits until all ranks train.
     missing        samples that the order of the data has up to the end, and that are not in the final state
     doubled        samples that are in it more often than the order has them
     a step         samples in the final state over its steps; the global batch, unless steps went on without a rank
-    off the curve  largest difference of a step's loss to the run on one device without kills, in fp64
+    off the curve  largest difference of a step's loss to the same step on one device without kills, in fp64
+    at the end     the same of the loss over all samples of the final state
 
 The figures come from the saved state itself: a parameter of the model counts how often each sample went into it.
 
@@ -21,7 +22,8 @@ The model, its first weights, the data, SGD with momentum, the batch of a rank a
 same. These differ:
 
     HetSeq    Its survivors continue in their processes, its launcher replaces the rank. It saves as it does by
-              default. The order of the data is its own.
+              default. The order of the data is its own. A rank that starts tries its loss on a few samples, which are
+              in `done again`.
     torchrun  DDP over gloo, `--max-restarts`. A kill ends all ranks, and they resume from the newest file that
               `torch.save` wrote. Files are written at the interval of Young and Daly for the measured cost of a save,
               and replace the older ones by atomic rename. The order is DistributedSampler's, its position is saved.
@@ -29,7 +31,8 @@ same. These differ:
     torchft   Each rank is a replica group under its own torchrun. The others continue without it, with a smaller
               global batch, and it gets the state from them when it is back. Each group keeps the position in its
               shard of DistributedSampler's order, so `missing` and `doubled` are taken against the positions at the
-              end. Its lighthouse waits 0.5 s for a group instead of 5 s or more, so that the others continue sooner.
+              end. After a kill its steps have other samples than those of one device, so their losses differ anyway.
+              Its lighthouse waits 0.5 s for a group instead of its default of 5 s, so that the others continue sooner.
 
 torchft needs its own environment, which the script makes and removes: `pip install -c requirements.txt
 torchft-nightly`, so with the same torch. `--torchft` names the interpreter of one that is there. If torchft cannot be
@@ -67,7 +70,7 @@ TURN_S, TURNS = 180.0, 2  # the longest turn; at least so many turns
 BATCH = 8
 INSTALL_S, ALONE_S = 600.0, 1800.0
 WHOLE = 1e-6  # a count of uses may be so far from a whole number, by rounding
-HEADS = ("", "samples/s", "kills", "done again", "missing", "doubled", "steps", "a step", "off the curve")
+HEADS = ("", "samples/s", "kills", "done again", "missing", "doubled", "steps", "a step", "off the curve", "at the end")
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,21 @@ class Final:
     """A saved state."""
 
     step: int
-    uses: torch.Tensor  # (toy.SAMPLES,), how often each sample went into it
+    model: Mapping[str, torch.Tensor]
+
+    @property
+    def uses(self) -> torch.Tensor:
+        """(toy.SAMPLES,), how often each sample went into it."""
+        return self.model["uses"]
+
+    @property
+    def loss(self) -> float:
+        """The mean over all samples."""
+        model = toy.build()
+        model.load_state_dict(dict(self.model))
+        x, y, number = toy.data().tensors
+        with torch.no_grad():
+            return float(((model(x, number)[0] - y) ** 2).mean())
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,7 @@ class Side:
     final: Callable[[Path], Final]
     curve: Callable[[Path], dict[int, float]]  # the loss of each step
     one_device: Callable[[toy.Settings, int], list[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -202,7 +220,7 @@ def sides(torchft: str) -> dict[str, Side]:
     """By the names of the command line; `torchft` is the interpreter that has it."""
     return {
         "hetseq": Side(hetseq, hetseq_final, hetseq_curve, hetseq),
-        "torchrun": Side(torchrun, saved_final, logged_curve, torchrun),
+        "torchrun": Side(torchrun, saved_final, logged_curve, torchrun, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
         "torchft": Side(
             lambda settings, ranks: [torchft, "-m", "soak_runs.groups", str(ranks)],
             saved_final, logged_curve, torchrun,
@@ -226,8 +244,9 @@ def hetseq_final(folder: Path) -> Final:
     """The newest checkpoint."""
     from tests.support.trials import last_state
 
-    loaded = last_state(folder / "run")
-    return Final(max(hetseq_curve(folder)), loaded.tensors["model.uses"])
+    tensors = last_state(folder / "run").tensors
+    model = {name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")}
+    return Final(max(hetseq_curve(folder)), model)
 
 
 def hetseq_curve(folder: Path) -> dict[int, float]:
@@ -247,7 +266,7 @@ def torchrun(settings: toy.Settings, ranks: int) -> list[str]:
 def saved_final(folder: Path) -> Final:
     """What a script has saved."""
     state = torch.load(folder / "state.pt", weights_only=True)
-    return Final(state["step"], state["model"]["uses"])
+    return Final(state["step"], state["model"])
 
 
 def logged_curve(folder: Path) -> dict[int, float]:
@@ -256,7 +275,7 @@ def logged_curve(folder: Path) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in lines}
 
 
-def environment_of(settings: toy.Settings) -> dict[str, str]:
+def environment_of(side: Side, settings: toy.Settings) -> dict[str, str]:
     """For the processes of a run."""
     folder = Path(settings.folder)
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
@@ -264,7 +283,7 @@ def environment_of(settings: toy.Settings) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'bench'}",
         "TMPDIR": str(folder / "tmp"), "HOME": str(folder), toy.SETTINGS: json.dumps(asdict(settings)),
     }  # fmt: skip
-    return {**os.environ, **ours}
+    return {**os.environ, **ours, **side.environment}
 
 
 # Turns and kills.
@@ -292,7 +311,7 @@ def kills_of(turn: int, turn_s: float, arguments: argparse.Namespace) -> list[tu
     chance, every_s = random.Random(f"{arguments.seed} {turn}"), arguments.kill_every
     return [
         ((number + chance.uniform(0.4, 0.6)) * every_s, chance.randrange(arguments.ranks))
-        for number in range(round(turn_s / every_s))
+        for number in range(int(turn_s / every_s + 1e-9))
     ]
 
 
@@ -302,7 +321,7 @@ def take_turn(run: Run, turn: int, turn_s: float, kills: Sequence[tuple[float, i
     settings = replace(run.settings, steps_file=str(steps))
     with (run.folder / "said").open("w+b") as heard:
         started_s = time.monotonic()
-        process = start(run.side.command(settings, ranks), settings, heard)
+        process = start(run.side, run.side.command(settings, ranks), settings, heard)
         try:
             recover.await_(process, heard, lambda: len(training(steps)) == ranks, f"{run.name}: a step of all ranks")
             began_s = time.monotonic()
@@ -332,10 +351,12 @@ def take_turn(run: Run, turn: int, turn_s: float, kills: Sequence[tuple[float, i
     run.seconds += ended_s - began_s
 
 
-def start(command: Sequence[str], settings: toy.Settings, heard: IO[bytes]) -> subprocess.Popen[bytes]:
+def start(
+    side: Side, command: Sequence[str], settings: toy.Settings, heard: IO[bytes]
+) -> subprocess.Popen[bytes]:  # fmt: skip
     """A command in a session of its own."""
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=heard, stderr=heard, env=environment_of(settings),
+        command, stdin=subprocess.DEVNULL, stdout=heard, stderr=heard, env=environment_of(side, settings),
         cwd=settings.folder, start_new_session=True,
     )  # fmt: skip
 
@@ -371,7 +392,8 @@ def row_of(run: Run) -> dict[str, Any]:
     )  # fmt: skip
     train_alone(run, one)
     right = run.side.curve(Path(one.folder))
-    expected = run.side.final(Path(one.folder)).uses
+    alone = run.side.final(Path(one.folder))
+    expected = alone.uses
     places = [run.folder / f"position-{group}" for group in range(run.settings.ranks)]
     if places[0].exists():
         expected = toy.uses_after([int(place.read_text()) for place in places], run.settings.batch)
@@ -391,16 +413,25 @@ def row_of(run: Run) -> dict[str, Any]:
         "steps": final.step,
         "samples": total,
         "off_the_curve": figures.largest_gap([[of[step] for step in both] for of in (right, curve)]),
+        "final_loss_off": abs(final.loss - alone.loss),
         "steps_without_loss": final.step - len(both),
         "start_s": figures.spread(run.starts_s),
+        "save_every_s": save_every_s(run.folder),
     }
+
+
+def save_every_s(folder: Path) -> float | None:
+    """Seconds between two saves of torchrun's script, as it found them at the end."""
+    path = folder / "state.pt"
+    state = torch.load(path, weights_only=True) if path.exists() else {}
+    return state.get("interval_s")
 
 
 def train_alone(run: Run, settings: toy.Settings) -> None:
     """The same steps in one process, without kills and pauses."""
     Path(settings.folder).mkdir()
     with (run.folder / "said").open("w+b") as heard:
-        process = start(run.side.one_device(settings, 1), settings, heard)
+        process = start(run.side, run.side.one_device(settings, 1), settings, heard)
         try:
             process.wait(ALONE_S)
         except subprocess.TimeoutExpired:
@@ -424,6 +455,7 @@ def report(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> 
             f"{row['steps']:,}",
             f"{row['samples'] / row['steps']:.2f}",
             f"{row['off_the_curve']:.1e}",
+            f"{row['final_loss_off']:.1e}",
         ]
         for row in rows
     ]
@@ -434,6 +466,8 @@ def report(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> 
     for row in rows:
         if row["steps_without_loss"]:
             print(f"{row['what']}: no loss was logged for {row['steps_without_loss']} steps")
+        if row["save_every_s"] is not None:
+            print(f"{row['what']}: a save every {row['save_every_s']:.2f} s")
     print(figures.json_line("soak", vars(arguments), rows))
 
 

@@ -41,7 +41,7 @@ class Clock:
     def save(self, path: Path, state: dict[str, Any]) -> None:
         """Save, and measure it."""
         began_s = time.monotonic()
-        toy.write(path, {**state, "costs_s": self.costs_s})
+        toy.write(path, {**state, "costs_s": self.costs_s, "interval_s": self.interval_s})
         self._saved_s = time.monotonic()
         self.costs_s = [*self.costs_s[-49:], self._saved_s - began_s]
 
