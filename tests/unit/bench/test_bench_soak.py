@@ -134,6 +134,15 @@ def test_only_living_processes_that_have_made_a_step_are_killed(soak: Any, tmp_p
     assert soak.training(path) == [os.getppid(), os.getpid()]  # the oldest first
 
 
+def test_each_start_of_torchrun_gets_its_own_store_and_a_group_of_torchft_that_of_its_agent(
+    soak: Any, settings: Any
+) -> None:
+    found = {name: soak.environment_of(side, settings) for name, side in soak.sides("python").items()}
+    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert {name for name, environment in found.items() if environment.get(own_store) == "1"} == {"torchrun"}
+    assert {environment["HOME"] for environment in found.values()} == {settings.folder}
+
+
 def test_torchft_that_is_not_there_is_left_out_with_the_reason(soak: Any, tmp_path: Path) -> None:
     python = tmp_path / "python"
     assert "No such file" in soak.torchft_python(tmp_path, python)[1]
