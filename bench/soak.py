@@ -12,7 +12,7 @@ age. A kill waits until all ranks train.
     done again     samples that were computed and are not in the final state: work that was lost
     missing        samples that the order of the data has up to the end, and that are not in the final state
     doubled        samples that are in it more often than the order has them
-    a step         samples in the final state over its steps; the global batch, unless steps went on without a rank
+    a step         samples in the final state over its steps; the global batch, or fewer where steps lacked a rank
     off the curve  largest difference of a step's loss to the same step on one device without kills, in fp64
     at the end     the same of the loss over all samples of the final state
 
@@ -36,7 +36,7 @@ same. These differ:
 
 torchft needs its own environment, which the script makes and removes: `pip install -c requirements.txt
 torchft-nightly`, so with the same torch. `--torchft` names the interpreter of one that is there. If torchft cannot be
-installed, the script says why and goes on without it.
+installed, the script says why and leaves it out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -153,15 +154,28 @@ def main() -> int:
     arguments = parse()
     with tempfile.TemporaryDirectory(prefix="hetseq-soak-") as name:
         runs = begin(Path(name), arguments)
+        going, rows = list(runs), list[dict[str, Any]]()
         try:
-            take_turns(runs, arguments)
-            rows = [row_of(run) for run in runs]
+            take_turns(going, arguments)
+            for run in list(going):
+                with left_out_if_it_fails(going, run):
+                    rows.append(row_of(run))
         finally:
             for run in runs:
                 recover.sweep(run.folder / "run")
                 recover.sweep(run.folder / "one" / "run")
     report(rows, arguments)
-    return 0
+    return 0 if len(going) == len(runs) else 1
+
+
+@contextmanager
+def left_out_if_it_fails(going: list[Run], run: Run) -> Iterator[None]:
+    """A failure of a run is told and removes it from `going`: it costs the figures of no other run."""
+    try:
+        yield
+    except (SystemExit, OSError) as error:
+        print(f"{SYSTEMS[run.name]} is left out: {error}", flush=True)
+        going.remove(run)
 
 
 def begin(folder: Path, arguments: argparse.Namespace) -> list[Run]:
@@ -223,7 +237,7 @@ def sides(torchft: str) -> dict[str, Side]:
         "torchrun": Side(torchrun, saved_final, logged_curve, torchrun, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
         "torchft": Side(
             lambda settings, ranks: [torchft, "-m", "soak_runs.groups", str(ranks)],
-            saved_final, logged_curve, torchrun,
+            saved_final, logged_curve, torchrun, {"RUST_LOG": "error"},  # else ten lines a step
         ),
     }  # fmt: skip
 
@@ -289,16 +303,17 @@ def environment_of(side: Side, settings: toy.Settings) -> dict[str, str]:
 # Turns and kills.
 
 
-def take_turns(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
-    """Each system trains for the given time, in turns."""
+def take_turns(going: list[Run], arguments: argparse.Namespace) -> None:
+    """Each system trains for the given time, in turns; one that fails is removed."""
     count = max(TURNS, math.ceil(arguments.minutes * 60 / TURN_S))
     turn_s = arguments.minutes * 60 / count
     for turn in range(count):
         kills = kills_of(turn, turn_s, arguments)
-        for run in runs:
-            take_turn(run, turn, turn_s, kills)
-            told = f"{run.rates[-1]:.1f} samples/s, {run.kills} kills, started in {run.starts_s[-1]:.1f} s"
-            print(f"turn {turn + 1} of {count}, {run.name}: {told}", file=sys.stderr, flush=True)
+        for run in list(going):
+            with left_out_if_it_fails(going, run):
+                take_turn(run, turn, turn_s, kills)
+                told = f"{run.rates[-1]:.1f} samples/s, {run.kills} kills, started in {run.starts_s[-1]:.1f} s"
+                print(f"turn {turn + 1} of {count}, {run.name}: {told}", file=sys.stderr, flush=True)
 
 
 def kills_of(turn: int, turn_s: float, arguments: argparse.Namespace) -> list[tuple[float, int]]:

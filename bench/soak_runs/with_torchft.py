@@ -2,7 +2,7 @@
 
 A group that was killed gets the state from the other one. Each group keeps its own position in its shard of the data on
 the disk after each committed step, as torchft's manual advises, and does not advance when it only healed. The state is
-also saved when all stop, after the same step.
+saved every 10 s, in case all groups are lost at once, and when all stop, after the same step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from soak_runs import toy
 
 GROUP = "HETSEQ_SOAK_GROUP"
+SAVE_S = 10.0
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def main() -> None:
         manager.load_state_dict(saved["torchft"])
     position = int(place.read_text()) if place.exists() else 0
     dataset, shard = toy.data(), toy.Shard(group, settings.ranks, settings.batch)
-    is_last = False
+    is_last, saved_s = False, time.monotonic()
     while not is_last:
         sample, step = dataset[shard.indices(position)], manager.current_step()
         optimizer.zero_grad()
@@ -73,7 +75,8 @@ def main() -> None:
         is_last = shared[1].item() > 0
         if is_first:
             toy.log_loss(manager.current_step(), shared[0].item())
-            if is_last:
+            if is_last or time.monotonic() - saved_s >= SAVE_S:
+                saved_s = time.monotonic()
                 state = {**state_dict(), "torchft": manager.state_dict(), "step": manager.current_step()}
                 toy.write(checkpoint, state)
     manager.shutdown(wait=False)

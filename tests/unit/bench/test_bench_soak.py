@@ -127,6 +127,28 @@ def test_arguments_that_cannot_be_meant_end_in_words(
     assert what in capsys.readouterr().err
 
 
+def test_a_system_that_fails_costs_the_figures_of_no_other_one(
+    soak: Any, settings: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [soak.Run(name, soak.sides("")[name], settings) for name in ("torchrun", "torchft")]
+    turns = []
+
+    def take_turn(run: Any, turn: int, turn_s: float, kills: Any) -> None:
+        turns.append((run.name, turn, turn_s, len(kills)))
+        if run.name == "torchrun" and turn == 1:
+            raise SystemExit("it hangs")
+        run.rates.append(1.0)
+        run.starts_s.append(1.0)
+
+    monkeypatch.setattr(soak, "take_turn", take_turn)
+    going = list(both)
+    soak.take_turns(going, soak.parse(["--minutes", "9"]))
+    names = ["torchrun", "torchft", "torchrun", "torchft", "torchft"]
+    assert turns == [(name, turn, 180.0, 12) for name, turn in zip(names, [0, 0, 1, 1, 2])]
+    assert going == both[1:]
+    assert capsys.readouterr().out == "torchrun --max-restarts is left out: it hangs\n"
+
+
 def test_only_living_processes_that_have_made_a_step_are_killed(soak: Any, tmp_path: Path) -> None:
     path = tmp_path / "steps"
     assert soak.training(path) == []
