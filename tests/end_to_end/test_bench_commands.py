@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,23 @@ def test_a_benchmark_prints_a_row_for_each_thing_that_it_measures(line: str, row
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["bench"] == Path(script).stem
     assert len(found["rows"]) == rows
+
+
+def test_the_soak_of_hetseq_has_each_sample_once_after_its_kills() -> None:
+    words = [ROOT / "bench" / "soak.py", "--minutes", "0.1", "--kill-every", "2", "--systems", "hetseq"]
+    with tempfile.TemporaryDirectory() as folder:  # a socket in it has a short name
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+        ended = subprocess.run([sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True)
+        left = os.listdir(folder)
+    assert ended.returncode == 0, ended.stderr
+    assert left == []
+    assert "left behind" not in ended.stderr
+    (row,) = json.loads(ended.stdout.splitlines()[-1])["rows"]
+    assert (row["kills"], row["missing"], row["doubled"]) == (2, 0, 0)
+    assert row["samples"] == 16 * row["steps"]
+    # two starts of two ranks and two replacements try 4 samples each; a kill costs its step
+    assert 24 <= row["done_again"] <= 24 + 2 * 16
+    assert row["off_the_curve"] < 1e-12
 
 
 @pytest.mark.netns

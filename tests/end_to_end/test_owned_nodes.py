@@ -44,11 +44,13 @@ class Lab:
         return nodes.start(*both, *words, "--save-dir", self.run_of(nodes), process=self.processes[at])
 
     def pair(self, nodes: Nodes, *words: object) -> tuple[Node, Node]:
-        """Two nodes of a run in which rank 0 owns three quarters."""
+        """Two nodes of a run in which rank 0, of the node that leads, owns three quarters."""
         (nodes.folder / "meet").mkdir()
         meeting = ["--distributed-init-method", f"file://{nodes.folder}/meet", "--distributed-world-size", 2]
-        one, other = (self.start(nodes, at, *meeting, "--distributed-rank", at, *words, own="3,1") for at in (0, 1))
-        return one, other
+        one = self.start(nodes, 0, *meeting, "--distributed-rank", 0, *words, own="3,1")
+        # if the first node of a run leaves, all stop
+        until(lambda: any((nodes.folder / "meet").iterdir()), "the first node leads")
+        return one, self.start(nodes, 1, *meeting, "--distributed-rank", 1, *words, own="3,1")
 
     def run_of(self, nodes: Nodes) -> Path:
         return self.local / nodes.folder.name

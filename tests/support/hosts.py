@@ -2,9 +2,8 @@
 
 `two_hosts(folder)` gives labA (10.77.0.1) and labB (10.77.0.2), `some_hosts` any number, with slow cables if asked.
 Files under `folder / "local"` and in `/dev/shm` are private to each host; everything else they share, as over a
-network file system. The
-switch can stop forwarding: no host notices, since all cables stay plugged in. Needs no root where user namespaces are
-allowed; where they are not, the test is skipped.
+network file system. The switch can stop forwarding: no host notices, since all cables stay plugged in. Needs no root
+where user namespaces are allowed; where they are not, the test is skipped.
 """
 
 from __future__ import annotations
