@@ -31,7 +31,7 @@ same. These differ:
     torchft   Each rank is a replica group under its own torchrun. The others continue without it, with a smaller
               global batch, and it gets the state from them when it is back. Each group keeps the position in its
               shard of DistributedSampler's order, so `missing` and `doubled` are taken against the positions at the
-              end. After a kill its steps have other samples than those of one device, so their losses differ anyway.
+              end. After a kill its steps have other samples than one device takes, so their losses differ anyway.
               Its lighthouse waits 0.5 s for a group instead of its default of 5 s, so that the others continue sooner.
 
 torchft needs its own environment, which the script makes and removes: `pip install -c requirements.txt

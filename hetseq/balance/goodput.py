@@ -8,7 +8,7 @@ the whole cluster / wall time.
 The one idea: ways to survive differ in a few numbers. A failure takes the run back to the newest state that survives
 it, which is every so many steps old, and all ranks halt for some seconds. Replicas keep such a state in every step.
 
-The closed form is that of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+The closed form is by J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
 Future Generation Computer Systems 22 (2006) 303-312, after J. W. Young, "A first order approximation to the optimum
 checkpoint interval", Communications of the ACM 17 (1974) 530-531.
 """

@@ -101,6 +101,9 @@ class Images:
         self.making_s = 0.0
         #: seconds for which the training thread has waited for images, and that helper threads computed
         self.blocked_s, self.helper_s = 0.0, 0.0
+        self._step = 0  # of the newest image
+        #: the step of the newest image that is safe on all ranks; None: there is none of this generation
+        self.safe_step: int | None = None
         self._has_older = True  # images of earlier generations may be here
 
     @property
@@ -112,6 +115,11 @@ class Images:
     def has_made_one(self) -> bool:
         """Whether this generation has begun an image."""
         return self._serial > 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the images of this generation have cost on this rank."""
+        return {"images": self._serial, "blocked_seconds": self.blocked_s, "helper_cpu_seconds": self.helper_s}
 
     @property
     def is_refused(self) -> bool:
@@ -141,7 +149,7 @@ class Images:
         if self.is_refused or len(content) > STATE_BYTES:
             return False
         plan = sha256(f"{attempt.to_json()} {self._digest}".encode())
-        self._serial += 1
+        self._serial, self._step = self._serial + 1, identity.step
         slot, serial = self._serial % IMAGES, self._serial
         with self._lock:
             self._awaited, self._began_s = len(self._own), began_s
@@ -176,7 +184,10 @@ class Images:
 
     def heed(self, *, are_all_safe: bool) -> None:
         """After each commit: once the first image of this generation is safe on all ranks, free the older ones."""
-        if self._has_older and self.has_made_one and are_all_safe:
+        if not (self.has_made_one and are_all_safe):
+            return
+        self.safe_step = self._step
+        if self._has_older:
             self._has_older = False
             free_images(self._setting.run_id, self._setting.run_directory)
 

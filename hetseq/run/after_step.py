@@ -151,10 +151,11 @@ class AfterStep:
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
-        outcome, due = result.outcome, self.due(controller, result)
+        outcome = result.outcome
+        self._saver.heed(outcome.rows)
+        due = self.due(controller, result)
         self._report(result, due.row)
         self._watch.see(result)
-        self._saver.heed(outcome.rows)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
         # the part of a rank that leaves goes to the others by way of a checkpoint
@@ -316,6 +317,8 @@ class AfterStep:
         }
         if not is_applied:
             row["skipped"] = True
+        if self._saver.safe_image is not None:
+            row["image"] = self._saver.safe_image
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale
         if len(plan.shares) > 1:

@@ -267,6 +267,16 @@ class Saver:
         if not is_kept and not self._manager.is_underway:
             self._say_too_large()
 
+    @property
+    def safe_image(self) -> int | None:
+        """The step of the newest image in memory that survives the loss of a node; None: no such image is known."""
+        return None if self._images is None else self._images.safe_step
+
+    @property
+    def image_facts(self) -> dict[str, Any]:
+        """What images in memory have cost on this rank in this generation; empty if there were none."""
+        return {} if self._images is None or not self._images.has_made_one else self._images.facts
+
     def _make_image(self, images: Images, state: TrainingState, *, nonce: int, rows: Rows) -> None:
         before = images.protection
         tensors, numbers = self._replica.held_tensors()

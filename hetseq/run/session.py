@@ -35,6 +35,7 @@ class Session:
     _is_trusted: bool = True  # all ranks hold the same state
     _is_open: bool = True
     _is_suspended: bool = False
+    _has_told_of_images: bool = False
     caught_up: StepResult | None = None  # of the step that `carry` has made, which no driver knows of yet
 
     @property
@@ -119,13 +120,21 @@ class Session:
         need if this rank `is_leaving`.
         """
         self._is_suspended = True
+        self._tell_of_images()
         self.saver.close(is_hasty=True, has_failed=self.controller.replica.owned is not None and not is_leaving)
         self.controller.loader.close()
+
+    def _tell_of_images(self) -> None:
+        """Record what the images of this generation have cost the rank that writes here."""
+        if not self._has_told_of_images and (facts := self.saver.image_facts):
+            self._has_told_of_images = True
+            self._metrics.event("images", step=self.last_step, **facts)
 
     def close(self, *, has_failed: bool = False) -> None:
         """Release everything except model and optimizer; may be called twice."""
         if self._is_open:
             self._is_open = False
+            self._tell_of_images()
             self.saver.close(has_failed=has_failed)
             if not (has_failed or self._is_suspended):
                 self.saver.forget_images()
