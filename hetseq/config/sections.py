@@ -685,8 +685,8 @@ class CheckpointConfig:
     )
     memory_interval_updates: int = option(
         -1,
-        "keep the state in the nodes' memory every N steps, for a restart after a kill; -1: as often as it takes a"
-        " hundredth of the time; 0: never",
+        "keep the state in the nodes' memory every N steps, for a restart after a kill, or the loss of a rank that owns"
+        " a part of it; -1: as often as it takes a hundredth of the time; 0: never",
         metavar="N",
     )
     memory_buffer_size: str | None = node_option(
