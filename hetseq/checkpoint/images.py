@@ -12,7 +12,6 @@ lies in an arena like a part that waits for the disk, so the next start of a run
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import threading
 import time
@@ -33,7 +32,7 @@ from hetseq.checkpoint.image_plan import ImagePart, digest_of, image_parts
 from hetseq.checkpoint.layout import TensorSpec
 from hetseq.checkpoint.leftover_memory import LeftPart, Remains, directory_mark
 from hetseq.checkpoint.load import Loaded
-from hetseq.checkpoint.memory_recovery import find_states, recall_wanted
+from hetseq.checkpoint.memory_recovery import Send, find_states, recall_wanted
 from hetseq.checkpoint.part_io import allocate as allocated
 from hetseq.checkpoint.publish import Place
 from hetseq.checkpoint.rank_messages import Row, RowGroup, exchange, exchange_texts, failure_row, first_failure
@@ -45,7 +44,7 @@ from hetseq.checkpoint.tensor_slices import Held
 from hetseq.comm.messages import Messages
 from hetseq.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
+_CHUNK_S = 120.0  # for a chunk to arrive
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,22 @@ class Images:
         self, plan: str, *, into: Mapping[str, Held], wanted: Callable[[Mapping[str, Tensor]], Wanted | None]
     ) -> Loaded:
         """`read_image` of this run."""
-        return read_image(self._setting, plan, start=self._start, into=into, wanted=wanted)
+        return read_image(
+            self._setting,
+            plan,
+            start=self._start,
+            into=into,
+            wanted=wanted,
+            send=self._send if self._messages else None,
+        )
+
+    def _send(self, content: memoryview, source: int, targets: Sequence[int]) -> None:
+        assert self._messages is not None
+        rank, patience_s = self._setting.group.rank, {"timeout_s": _CHUNK_S}
+        if rank in targets:
+            self._messages.receive(content, source, channel=0, channels=1, **patience_s)
+        for target in targets if rank == source else ():
+            self._messages.send(content, target, channel=0, channels=1, **patience_s)
 
     def keep_only(self, plan: str) -> None:
         """At the beginning of a generation free all images but one, which stays until a new one is safe: `plan`, if it
@@ -345,11 +359,12 @@ def read_image(
     start: str,
     into: Mapping[str, Held],
     wanted: Callable[[Mapping[str, Tensor]], Wanted | None],
+    send: Send | None = None,
 ) -> Loaded:
     """What this rank wants of an image, from the memory of the nodes, every byte verified; every rank calls it.
 
-    `into` and `wanted` as in `CheckpointManager.load`; `wanted` gets shapes and types. Raises DamagedError on all ranks
-    if a part is missing or damaged; that image is freed then.
+    `into` and `wanted` as in `CheckpointManager.load`; `wanted` gets shapes and types; `send` as in `recall_wanted`.
+    Raises DamagedError on all ranks if a part is missing or damaged; that image is freed then.
     """
     remains, outlines, row = Remains(setting.run_id, setting.run_directory, start=start), list[Loaded](), Row()
 
@@ -370,7 +385,7 @@ def read_image(
             raise DamagedError("a part of the image is in the memory of no node any more")
         recalled = None
         try:
-            recalled = recall_wanted(setting.group, remains, state, allocate)
+            recalled = recall_wanted(setting.group, remains, state, allocate, send=send)
         except (OSError, CheckpointError) as error:
             row = failure_row(error)
         reason = first_failure(exchange(setting.group, row))

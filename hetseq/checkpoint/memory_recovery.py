@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16 << 20  # bytes sent at once, so that a deadline applies to a piece
 
+#: brings bytes from rank `source` to the ranks `targets`, into `content`; every rank calls it
+Send = Callable[[memoryview, int, Sequence[int]], None]
 #: returns memory for the tensors of a checkpoint, from the attempt, the state and the tensors' shapes
 Allocate = Callable[[Attempt, dict[str, Any], Sequence[TensorSpec]], Mapping[str, Any]]
 
@@ -124,11 +126,14 @@ def recall(group: RowGroup, remains: Remains, wanted: LeftState, allocate: Alloc
     return _read([images[index] for index in range(len(wanted.sizes))], allocate)
 
 
-def recall_wanted(group: RowGroup, remains: Remains, state: LeftState, allocate: Allocate) -> Recalled:
+def recall_wanted(
+    group: RowGroup, remains: Remains, state: LeftState, allocate: Allocate, *, send: Send | None = None
+) -> Recalled:
     """As `recall`, if `allocate` returns only what this rank wants, which may be slices.
 
     A chunk is sent only if a rank wants it whose node lacks that part; no rank holds a second image of a part. Chunks
-    that no rank wants are verified on the nodes that have them.
+    that no rank wants are verified on the nodes that have them. `send` (default: a broadcast) is called in the same
+    order on all ranks.
     """
     own = {part.index: part for part in remains.parts if part.plan == state.plan}
     images = [_image_or_header(group, own.get(index), index, state) for index in range(len(state.sizes))]
@@ -155,9 +160,15 @@ def recall_wanted(group: RowGroup, remains: Remains, state: LeftState, allocate:
             failures.append(error)
         lacking = [rank for rank in range(group.world_size) if rank not in holders]
         for chunk in sorted(set().union(*(plan.wanted[rank][image.index] for rank in lacking))):
-            received = _send_chunk(group, image, part, chunk, source=min(holders))
+            source = sorted(holders)[chunk % len(holders)]
+            targets = [rank for rank in lacking if chunk in plan.wanted[rank][image.index]]
+            received = _chunk(image, part, chunk, is_here=group.rank == source)
+            if send is None:
+                _broadcast(group, received, source=source)
+            else:
+                send(received, source, targets)
             try:
-                if group.rank in lacking and chunk in part.wanted:
+                if group.rank in targets:
                     part.take(chunk, received, chunk_sum)
             except DamagedError as error:
                 failures.append(error)
@@ -184,15 +195,10 @@ def _image_or_header(group: RowGroup, part: LeftPart | None, index: int, state: 
     return own or _Image(index, content, sums, text)
 
 
-def _send_chunk(group: RowGroup, image: _Image, part: PartTargets, chunk: int, *, source: int) -> memoryview:
-    """One chunk of a part, on every rank."""
+def _chunk(image: _Image, part: PartTargets, chunk: int, *, is_here: bool) -> memoryview:
+    """One chunk of a part, or memory for it."""
     length = part.length(chunk)
-    if group.rank == source:
-        content = image.content[chunk * CHUNK_BYTES :][:length]
-    else:
-        content = memoryview(bytearray(length))
-    _broadcast(group, content, source=source)
-    return content
+    return image.content[chunk * CHUNK_BYTES :][:length] if is_here else memoryview(bytearray(length))
 
 
 def _broadcast(group: RowGroup, content: memoryview, *, source: int) -> None:

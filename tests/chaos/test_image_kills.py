@@ -24,6 +24,7 @@ from tests.chaos.owned_runs import (
 )
 from tests.chaos.runs import Chaos
 from tests.support.nightly import nightly
+from tests.support.watched import read_opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -70,6 +71,32 @@ def test_the_others_go_back_to_an_image_wherever_an_owner_is_killed(
     task: dict[str, Any] = {"shares_memory": shares_memory, "are_nodes": True}
     run = Run(chaos, tmp_path, faults, own=own, task=task, **IN_MEMORY)
     check_each_goes_back_in_place(run, calm)
+
+
+@pytest.mark.fault("FT-1")
+@shared_or_not
+def test_a_kill_between_two_units_of_new_parameters_spoils_no_image(
+    shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+) -> None:
+    task = {"shares_memory": shares_memory, "has_place_in_gather": True, "are_nodes": True}
+    place: dict[str, Any] = {"phase": "transfer", "nth": 2}
+    faults = Faults().kill(rank=2).at(step=8, **place).kill(rank=0).at(step=30, **place)
+    check_each_goes_back_in_place(Run(chaos, tmp_path, faults, own="2,0,1", task=task, **IN_MEMORY), calm)
+
+
+@pytest.mark.fault("FT-1")
+def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, calm: Calm, tmp_path: Path) -> None:
+    faults = Faults().kill(rank=2).at(step=20, phase="reduce").kill(rank=0).at(step=50, phase="commit")
+    saving = {"save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1}
+    task = {"are_nodes": True, "notes_opens": True}
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **saving)
+    run.check_curve(calm)
+    assert all(loss["image"] for loss in run.losses)
+    opened = read_opened(tmp_path / "watched")
+    assert opened, "saves open files"
+    for kill, loss in zip(run.kills, run.losses, strict=True):
+        began_s = kill["monotonic_s"]
+        assert [name for at_s, name in opened if began_s <= at_s <= began_s + loss["seconds"]] == []
 
 
 @pytest.mark.fault("FT-21")

@@ -6,8 +6,10 @@ processes that compute are missing, a forward takes longer, so that waiting for 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from tests.support.watched import Watched
 class Run(Watched):
     folder, computing = Path({folder!r}), {computing}
     shares_memory, has_place_in_gather, pace_s = {shares_memory}, {has_place_in_gather}, {pace_s}
-    are_nodes = {are_nodes}
+    are_nodes, notes_opens = {are_nodes}, {notes_opens}
 """
 
 
@@ -39,12 +41,15 @@ class Watched(Ledger):
     shares_memory: ClassVar[bool]  # else slices are messages of gloo, although all ranks are on one machine
     has_place_in_gather: ClassVar[bool]  # a fault of phase "transfer" may happen after each unit of new parameters
     pace_s: ClassVar[float]  # how much longer a forward takes while a process that computes is missing
+    notes_opens: ClassVar[bool]  # writes down when a process of a rank opens a file of a checkpoint
     are_nodes: ClassVar[bool]  # each process keeps states in memory of its own, which no other process sees
     has_begun = False
 
     def build_model(self) -> torch.nn.Module:
         if not self.shares_memory:
             GlooGroup.meet_neighbours = lambda _: None  # type: ignore[method-assign,assignment]
+        if self.notes_opens:
+            sys.addaudithook(functools.partial(_note, self.folder / f"opened-{os.getpid()}"))
         if self.are_nodes:
             arena.SHARED_MEMORY = self.folder / f"memory-{os.getpid()}"
             arena.SHARED_MEMORY.mkdir(exist_ok=True)
@@ -66,6 +71,19 @@ class Watched(Ledger):
         return super().loss(model, sample)
 
 
+def _note(diary: Path, event: str, arguments: tuple[Any, ...]) -> None:
+    """A hook for `sys.addaudithook`, which sees each open."""
+    if event == "open" and "/checkpoints/step-" in str(arguments[0]):
+        with diary.open("a") as file:
+            file.write(json.dumps([time.monotonic(), str(arguments[0])]) + "\n")
+
+
+def read_opened(folder: Path) -> list[tuple[float, str]]:
+    """When which file of a checkpoint was opened."""
+    lines = [line for path in folder.glob("opened-*") for line in path.read_text().splitlines()]
+    return [(at_s, name) for at_s, name in map(json.loads, lines)]
+
+
 def _with_place(gather: Callable[..., Any]) -> Callable[..., Any]:
     """`gather` of a unit, and a place for a fault when this rank is done with it and others are not."""
 
@@ -85,13 +103,15 @@ def write_task(
     shares_memory: bool = True,
     has_place_in_gather: bool = False,
     are_nodes: bool = False,
+    notes_opens: bool = False,
     pace_s: float = 0.1,
 ) -> str:
     """A task file for one run in `folder`, and what `--task` takes for it."""
     folder.mkdir(parents=True)
     text = _TEXT.format(
         folder=str(folder), computing=computing, shares_memory=shares_memory,
-        has_place_in_gather=has_place_in_gather, are_nodes=are_nodes, pace_s=pace_s,
+        has_place_in_gather=has_place_in_gather, are_nodes=are_nodes, notes_opens=notes_opens,
+        pace_s=pace_s,
     )  # fmt: skip
     (folder / "task.py").write_text(text)
     return f"{folder / 'task.py'}:Run"

@@ -433,16 +433,15 @@ def test_a_chunk_that_is_spoilt_on_its_way_is_noticed_by_all_and_no_rank_waits(
 ) -> None:
     run = tmp_path / "run"
     leave_cut(run, 4, 5)
-    real, spoilt = recall._send_chunk, []
+    real, spoilt = recall._broadcast, []
 
-    def send_chunk(group: Any, image: Any, *args: Any, **kwargs: Any) -> memoryview:
-        chunk = real(group, image, *args, **kwargs)
-        if group.rank == 2 and image.index == 0 and not spoilt:
+    def broadcast(group: Any, content: memoryview, *, source: int) -> None:
+        real(group, content, source=source)
+        if group.rank == 2 and source == 0 and len(content) > 10_000 and not spoilt:  # of part 0, and no header
             spoilt.append(True)
-            chunk[-1] ^= 1
-        return chunk
+            content[-1] ^= 1
 
-    monkeypatch.setattr(recall, "_send_chunk", send_chunk)
+    monkeypatch.setattr(recall, "_broadcast", broadcast)
     results, _ = recall_cut(run, PLACES["one part each"], lambda rank: wanting(rank, (1, 1, 1)))
     check(results, (1, 1, 1), 4)
     assert "rank 2: part 0 in memory" in results[0].skipped[0]
