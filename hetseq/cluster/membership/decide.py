@@ -72,7 +72,9 @@ class Image:
         parts = tuple(sorted(map(_whole, record["parts"])))
         if lineage is None or not parts or not 0 <= parts[0] <= parts[-1] < number:
             raise ValueError(f"no parts of an image: {parts} of {number}")
-        return cls(str(record["plan"]), lineage, _whole(record["generation"]), parts, number)
+        if not (plan := str(record["plan"])):
+            raise ValueError("an image without a plan: a record could not name it")
+        return cls(plan, lineage, _whole(record["generation"]), parts, number)
 
 
 @dataclass(frozen=True)
