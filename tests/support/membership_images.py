@@ -15,6 +15,7 @@ from typing import Any
 from hetseq.cluster.membership.decide import decide
 from tests.support.membership_model import (
     ALL,
+    HANDING,
     Broken,
     Budget,
     Formed,
@@ -40,16 +41,16 @@ KEPT = "the image that a generation began with is kept until one of its own is s
 FREED = "other images are freed when a generation begins"
 KNOWN = "a live generation keeps no image that only newcomers have"
 TWICE = "of the images that could be kept, one that is at two places is kept rather than a newer one"
-ONCE_READ = "a member frees the other images when it has read its own, not when all have"
 
 
 class ImageSearch(Search):
     """All that may happen to workers that keep images; `without`: rules that are left out.
 
     Two kinds of moves are made at once, before anything else: a report arrives, and a worker enters a new generation.
-    They commute with all moves of others, and before them their worker can do nothing but die. Then what follows is
-    what follows if it dies before it froze, or after it entered. What is done with gradients is the business of the
-    other search: here a worker gives its row at once. What nobody can ask for any more is forgotten.
+    They commute with all moves of others, and before them their worker can do nothing but die. Then the same follows as
+    if it had died before it froze, or after it entered. The other search looks at gradients: here a worker gives its
+    row without one. Parts in memory, parts under way and answers interleave with everything else. Records that no
+    worker can ask for are forgotten. `is_reduced=False` searches without the first two.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class ImageSearch(Search):
         if worker.memory != before.memory and worker.name == before.name:
             if len({plan for plan, _ in worker.memory}) > 2:
                 raise Broken(f"{move.told}: there is no room for a third image")
-            if worker.phase != "handed" and self._safe(move.after) < self._safe(state):
+            # an image that is read after a death may be at one place, until the new generation has sealed another one
+            goes_back = before.phase in HANDING and state.records[before.generation].image
+            if not goes_back and self._safe(move.after) < self._safe(state):
                 raise Broken(f"{move.told}: an image that was whole at two places is gone")
         return move._replace(after=_without_the_old(move.after))
 
@@ -154,19 +157,14 @@ class ImageSearch(Search):
                 held = other.memory if plan == other.image else _only(other.memory, other.image, plan)
                 yield self._move(state, at, other._replace(memory=held | {part}), f"has the part of {worker.name}")
 
-    def _read(self, worker: Worker, record: Formed, here: list[Worker]) -> Worker:
-        after = super()._read(worker, record, here)
-        if {FREED, ONCE_READ} & self.without:
-            return after
-        return after._replace(memory=frozenset(part for part in worker.memory if self.named(part[0]) == record.image))
-
     def _entered(self, worker: Worker, state: State) -> Worker:
         kept = self._kept(worker, state)
         memory = worker.memory if FREED in self.without else _only(worker.memory, kept)
         return self._begin(worker)._replace(memory=memory, image=kept, stage="sealed")
 
     def _kept(self, worker: Worker, state: State) -> Plan | None:
-        """With a live base, the newest image that the members have; all members come to the same."""
+        """Of images that are whole among the members: the one that was read, or the newest one that is at two places,
+        or the newest one. All members come to the same."""
         record = state.records[worker.generation]
         if record.base is None:
             return None
@@ -207,9 +205,8 @@ class ImageSearch(Search):
         base = record.base or ()
         for one in voters:
             history = one.history or ()
-            if history[: len(base)] != base[: len(history)] and any(
-                self.named(plan) == record.image for plan, _ in one.memory
-            ):
+            has_part = any(self.named(plan) == record.image for plan, _ in one.memory)
+            if has_part and history[: len(base)] != base[: len(history)]:
                 raise Broken("a course that a member has given up comes back from its own memory")
 
     def _check_one_death(self, state: State, record: Formed, voters: Collection[Heard]) -> None:

@@ -25,7 +25,6 @@ from tests.support.membership_images import (
     FREED,
     KEPT,
     KNOWN,
-    ONCE_READ,
     TWICE,
     ImageSearch,
 )
@@ -102,7 +101,7 @@ STORIES = {
         (made("A", THREE, images=(image(TWO, 0, 1, 2),)), holds("C", TWO, images=(image(TWO, 0, 1, 2),))),
         "AC", THREE, "C", last=THREE,
     ),
-    "a generation that was to read an image was lost before it held a state: the image again, for the same reason": Story(
+    "a generation that was to read an image ended before it held a state: the image again, and why": Story(
         (holds("A", None, generation=1, images=(image(ONE, 0, 2, 1),)),),
         "A", ONE, "A", newest=LATER, lost="rank 1 owned all", image=image(ONE, 0).plan,
     ),
@@ -288,12 +287,14 @@ def test_without_one_of_its_rules_some_story_ends_otherwise(rule: str) -> None:
         pytest.param(2, 3, Budget(faults=2, restarts=1), {"has_stops": False}, 50_000, marks=pytest.mark.slow),
         pytest.param(3, 2, Budget(faults=2), {"has_stops": False}, 30_000, marks=pytest.mark.slow),
         # gradients on their way too, and no move made at once
-        pytest.param(2, 2, Budget(faults=1), {"is_reduced": False}, 30_000, marks=pytest.mark.slow),
-        pytest.param(3, 1, Budget(faults=1), {"is_reduced": False}, 5000, marks=pytest.mark.slow),
+        pytest.param(3, 1, Budget(faults=1), {"is_reduced": False, "has_stops": False}, 6000, marks=pytest.mark.slow),
+        pytest.param(2, 2, Budget(faults=1), {"is_reduced": False}, 30_000, marks=pytest.mark.nightly),
         pytest.param(3, 2, Budget(faults=1), {}, 90_000, marks=pytest.mark.nightly),
         pytest.param(3, 3, Budget(faults=2), {"has_stops": False}, 100_000, marks=pytest.mark.nightly),
         pytest.param(3, 2, Budget(faults=2, restarts=1), {"has_stops": False}, 400_000, marks=pytest.mark.nightly),
         pytest.param(2, 4, Budget(faults=2, restarts=2), {"has_stops": False}, 300_000, marks=pytest.mark.nightly),
+        # ten minutes, and 3 GB
+        pytest.param(3, 2, Budget(faults=2), {}, 3_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
     ],
 )
 def test_an_image_at_two_places_outlives_every_single_death(
@@ -304,8 +305,8 @@ def test_an_image_at_two_places_outlives_every_single_death(
     search = ImageSearch(workers=workers, steps=steps, budget=budget, **options)
     assert search.exhaust(lambda move: told.add(move.told.partition(" ")[2])) > least
     assert {"dies", "loads the checkpoint", "reads the image", "has its part in memory"} <= told
-    if workers > 2:  # else only an image of one worker is read, alone
-        assert "freezes while forming" in told or budget.faults == 1
+    if workers > 2 and budget.faults > 1:  # of two, the one that is left reads it alone
+        assert {"freezes while forming", "freezes while handed"} <= told
 
 
 @pytest.mark.parametrize(("workers", "every", "steps"), [(2, 1, 3), (3, 1, 3), (2, 2, 4), (3, 2, 4)])
@@ -364,10 +365,9 @@ def by_history(plan: Plan) -> str:
     [
         (2, 3, Budget(faults=1), {"without": [ANSWER]}, "is gone"),
         (2, 3, Budget(faults=1), {"without": [ALL_SEALED]}, "is gone"),
-        (2, 3, Budget(faults=2, restarts=1), {"without": [KEPT]}, "is gone"),
-        (2, 3, Budget(faults=2, restarts=1), {"without": [FREED]}, "comes back"),
-        (2, 3, Budget(faults=2, restarts=1), {"without": [KNOWN]}, "comes back"),
-        (2, 3, Budget(faults=2, restarts=1), {"without": [ONCE_READ]}, "is gone"),
+        (2, 2, Budget(faults=1), {"without": [KEPT], "has_stops": True}, "is gone"),
+        pytest.param(2, 3, Budget(faults=2, restarts=1), {"without": [FREED]}, "comes back", marks=pytest.mark.slow),
+        pytest.param(2, 3, Budget(faults=2, restarts=1), {"without": [KNOWN]}, "comes back", marks=pytest.mark.slow),
         (2, 2, Budget(faults=1), {"without": [TWICE], "has_stops": True}, "is gone"),
         (3, 2, Budget(faults=1), {"rule": without_a_live_state}, "is forgotten"),
         (2, 2, Budget(faults=1), {"rule": without_all_parts}, "is in no memory"),
