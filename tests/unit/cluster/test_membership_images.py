@@ -276,6 +276,9 @@ def test_without_one_of_its_rules_some_story_ends_otherwise(rule: str) -> None:
 # What the search finds.
 
 
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+
+
 @pytest.mark.parametrize(
     ("workers", "steps", "budget", "options", "least"),
     [
@@ -288,13 +291,13 @@ def test_without_one_of_its_rules_some_story_ends_otherwise(rule: str) -> None:
         pytest.param(3, 2, Budget(faults=2), {"has_stops": False}, 30_000, marks=pytest.mark.slow),
         # gradients on their way too, and no move made at once
         pytest.param(3, 1, Budget(faults=1), {"is_reduced": False, "has_stops": False}, 6000, marks=pytest.mark.slow),
-        pytest.param(2, 2, Budget(faults=1), {"is_reduced": False}, 30_000, marks=pytest.mark.nightly),
-        pytest.param(3, 2, Budget(faults=1), {}, 90_000, marks=pytest.mark.nightly),
-        pytest.param(3, 3, Budget(faults=2), {"has_stops": False}, 100_000, marks=pytest.mark.nightly),
-        pytest.param(3, 2, Budget(faults=2, restarts=1), {"has_stops": False}, 400_000, marks=pytest.mark.nightly),
-        pytest.param(2, 4, Budget(faults=2, restarts=2), {"has_stops": False}, 300_000, marks=pytest.mark.nightly),
+        pytest.param(2, 2, Budget(faults=1), {"is_reduced": False}, 30_000, marks=NIGHTLY),
+        pytest.param(3, 2, Budget(faults=1), {}, 90_000, marks=NIGHTLY),
+        pytest.param(3, 3, Budget(faults=2), {"has_stops": False}, 100_000, marks=NIGHTLY),
+        pytest.param(3, 2, Budget(faults=2, restarts=1), {"has_stops": False}, 400_000, marks=NIGHTLY),
+        pytest.param(2, 4, Budget(faults=2, restarts=2), {"has_stops": False}, 300_000, marks=NIGHTLY),
         # ten minutes, and 3 GB
-        pytest.param(3, 2, Budget(faults=2), {}, 3_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
+        pytest.param(3, 2, Budget(faults=2), {}, 3_000_000, marks=NIGHTLY),
     ],
 )
 def test_an_image_at_two_places_outlives_every_single_death(
@@ -392,7 +395,7 @@ def test_without_one_of_the_rules_of_images_a_history_goes_wrong(
     [
         (3, 2, Budget(faults=1)),
         pytest.param(2, 3, Budget(faults=2, restarts=1), marks=pytest.mark.slow),
-        pytest.param(2, 4, Budget(faults=2, restarts=2), marks=pytest.mark.nightly),
+        pytest.param(2, 4, Budget(faults=2, restarts=2), marks=NIGHTLY),
     ],
 )
 @pytest.mark.parametrize("options", [{"named": by_history}, {"rule": without_the_generation}], ids=["cut", "order"])
