@@ -128,6 +128,20 @@ STORIES = {
         "AC", TWO_LATER, "AC", newest=Record(1, ("A", "C"), lineage(ONE)), image=image(TWO_LATER, 0, generation=1).plan,
         lost="rank 2 owned 50 % of the state, and no other rank holds it",
     ),
+    "a member that never began has an image of a course that was given up": Story(
+        (
+            owner("A", TWO_LATER, 4, image(ONE, 0), generation=2),
+            owner("C", TWO_LATER, 2, image(ONE, 1, 2), generation=2),
+            holds("D", None, generation=2, images=(image(THREE, 0, 1, 2),)),
+        ),
+        "ACD", ONE, "ACD", image=image(ONE, 0).plan,
+        lost="ranks 1 and 3 owned 25 % of the state, and no other rank holds it",
+        newest=Record(2, ("A", "B", "C", "D"), lineage(TWO_LATER), fresh=frozenset("D")),
+    ),
+    "if all that began are dead, what is left of any course is read": Story(
+        (holds("D", None, generation=2, images=(image(THREE, 0, 1, 2),)),), "D", THREE, "D",
+        image=image(THREE, 0).plan, newest=Record(2, ("A", "D"), lineage(TWO_LATER), fresh=frozenset("D")),
+    ),
     "parts of two images are never put together, though they are of one step": Story(
         (
             owner("A", THREE, 5, image(ONE, 0), image(TWO, 0), generation=1),
@@ -239,6 +253,11 @@ def without_fresh_readers(newest: Record, *rest: Any, **options: Any) -> Record:
     return replace(record, fresh=frozenset({*record.roster} - {*newest.roster})) if record.image else record
 
 
+def without_the_holders(newest: Record, *rest: Any, **options: Any) -> Record:
+    """An image is read whoever has it, though no member that holds a state knows it."""
+    return decide(replace(newest, base=None), *rest, **options)
+
+
 without_all_parts = _with_images(lambda one: replace(one, number_of_parts=len(one.parts)))
 without_images = _with_reports(lambda report: replace(report, images=()))
 without_the_disk = _with_reports(lambda report: replace(report, saved=0))
@@ -263,6 +282,7 @@ MUTANTS = {
     "a newer checkpoint comes first": without_the_disk,
     "memory comes before a checkpoint of the same step": without_memory_before_disk,
     "images come in the order of generations, then of steps": without_the_generation,
+    "an image of the course of the members is read": without_the_holders,
     "a plan says which parts are of one image": without_the_plan,
 }
 
@@ -369,14 +389,21 @@ def by_history(plan: Plan) -> str:
         (2, 3, Budget(faults=1), {"without": [ANSWER]}, "is gone"),
         (2, 3, Budget(faults=1), {"without": [ALL_SEALED]}, "is gone"),
         (2, 2, Budget(faults=1), {"without": [KEPT], "has_stops": True}, "is gone"),
-        pytest.param(2, 3, Budget(faults=2, restarts=1), {"without": [FREED]}, "comes back", marks=pytest.mark.slow),
-        pytest.param(2, 3, Budget(faults=2, restarts=1), {"without": [KNOWN]}, "comes back", marks=pytest.mark.slow),
+        pytest.param(
+            2, 3, Budget(faults=2, restarts=1), {"without": [FREED]}, "given up comes back", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2, 3, Budget(faults=2, restarts=1), {"without": [KNOWN]}, "given up comes back", marks=pytest.mark.slow
+        ),
         (2, 2, Budget(faults=1), {"without": [TWICE], "has_stops": True}, "is gone"),
         (3, 2, Budget(faults=1), {"rule": without_a_live_state}, "is forgotten"),
         (2, 2, Budget(faults=1), {"rule": without_all_parts}, "is in no memory"),
         (2, 2, Budget(faults=1), {"rule": without_the_newest}, "an older image is read"),
         (2, 2, Budget(faults=1), {"rule": without_fresh_readers}, "gone on in an old one"),
         (2, 2, Budget(faults=1), {"rule": without_images}, "is not read"),
+        pytest.param(
+            3, 2, Budget(faults=2, restarts=1), {"rule": without_the_holders}, "given up comes back", marks=NIGHTLY
+        ),
         pytest.param(
             2, 3, Budget(faults=2, restarts=2), {"named": by_step}, "parts of different", marks=pytest.mark.slow
         ),
