@@ -1,10 +1,11 @@
 """Who makes up the next generation, and from what it goes on: by stories, by hostile JSON, and by search.
 
 The stories are the rules of docs/design/membership.md and the counterexamples to protocols that lack one. The search
-takes a small model of workers through all interleavings of steps, crashes, stops, wrong suspicions and restarts, asks
-the real `decide` for every record, and looks whether an update is ever doubled, lost or made from a wrong gradient. A
-`decide` without one of its rules has to be caught by it, or by a story. With owners every worker of the model
-holds some elements of the state, cut anew in every generation, and those who hold a base must have all of it.
+takes a small model of workers (tests/support/membership_model.py) through all interleavings of steps, crashes, stops,
+wrong suspicions and restarts, asks the real `decide` for every record, and looks whether an update is ever doubled,
+lost or made from a wrong gradient. A `decide` without one of its rules has to be caught by it, or by a story. With
+owners every worker of the model holds some elements of the state, cut anew in every generation, and those who hold a
+base must have all of it. Images of the state have a file of their own, test_membership_images.py.
 """
 
 from __future__ import annotations
