@@ -72,7 +72,9 @@ class Image:
         parts = tuple(sorted(map(_whole, record["parts"])))
         if lineage is None or not parts or not 0 <= parts[0] <= parts[-1] < number:
             raise ValueError(f"no parts of an image: {parts} of {number}")
-        return cls(str(record["plan"]), lineage, _whole(record["generation"]), parts, number)
+        if not (plan := str(record["plan"])):
+            raise ValueError("an image without a plan: a record could not name it")
+        return cls(plan, lineage, _whole(record["generation"]), parts, number)
 
 
 @dataclass(frozen=True)
@@ -167,14 +169,14 @@ def decide(
     record = Record(newest.generation + 1, tuple(roster), costs=_costs(roster, reports))
     holders = [name for name, report in voters.items() if report.lineage is not None]
     if not holders:  # a generation that went back or began anew may have ended before any of its members did so
-        return _gone_back(record, voters.values(), newest.lost)
+        return _gone_back(newest, record, voters.values(), newest.lost)
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
     _check_parts([voters[name] for name in holders])
     survivors, missing = _whole_state({name: voters[name] for name in survivors})
     if missing:
         gone = [order[name] for name in newest.roster if name not in survivors]
-        return _gone_back(record, voters.values(), _in_words(gone, missing))
+        return _gone_back(newest, record, voters.values(), _in_words(gone, missing))
     return replace(record, base=base, last=last, fresh=frozenset(roster) - survivors)
 
 
@@ -189,11 +191,17 @@ def hold_base(record: Record, reports: Collection[Report]) -> bool:
     return bool(donors) and not _whole_state(donors)[1]
 
 
-def _gone_back(record: Record, reports: Collection[Report], lost: str) -> Record:
+def _gone_back(before: Record, record: Record, reports: Collection[Report], lost: str) -> Record:
     """The record of members that have lost a part of their state: from the newest image of which their nodes have all
     parts, unless a checkpoint is newer."""
     saved = max((report.saved for report in reports), default=0)
-    newest = max(_whole_images(reports), key=lambda image: image.order, default=None)
+    images = _whole_images(reports)
+    holders = [report for report in reports if report.lineage is not None]
+    if holders and before.base is not None and not before.image:
+        # the node of a member that never began may have an image of a course that was given up; the others freed theirs
+        known = {image.plan for report in holders for image in report.images}
+        images = [image for image in images if image.plan in known]
+    newest = max(images, key=lambda image: image.order, default=None)
     back = replace(record, fresh=frozenset(record.roster), lost=lost)
     if newest is None or newest.lineage.step < saved:
         return back

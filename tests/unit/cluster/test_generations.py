@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.membership.decide import Record, Report, Tag, Update
+from hetseq.cluster.membership.decide import Image, Record, Report, Tag, Update
 from hetseq.cluster.membership.regroup_rounds import ANSWER_S, HEARD_S, Generations, Order
 from hetseq.cluster.membership.step_commit import Lineage, Verdict
 from hetseq.cluster.rendezvous.leader_election import Standing
@@ -24,6 +24,12 @@ from hetseq.cluster.rendezvous.leader_election import Standing
 PATIENT_S = 10.0
 SLACK_S = 0.5  # what is added to a patience that a worker asks for
 ONE = Lineage(1, 11)
+TWO = Lineage(2, 22)
+
+
+def image(*parts: int) -> tuple[Image, ...]:
+    """These parts of an image in three parts, as a report has them."""
+    return (Image("image of step 1", ONE, 0, parts, 3),)
 
 
 class Rounds:
@@ -193,6 +199,40 @@ def test_a_deaf_owner_is_not_left_out_as_long_as_its_part_is_nowhere_else(
         rounds.report(slot, part=part)
     assert rounds.those.newest.donors == ("0.0", "1.0")
     assert kinds(rounds.wait(HEARD_S + 0.1))[:1] == ([("1.0", "fence")] if is_left_out else [])
+
+
+@pytest.mark.parametrize(
+    ("others", "is_left_out"), [((0, 1), False), ((0, 1, 2), True)], ids=["the only copy", "a second copy"]
+)
+def test_a_deaf_member_is_not_left_out_as_long_as_its_node_has_the_only_copy_of_a_part_of_the_image(
+    others: tuple[int, ...], is_left_out: bool
+) -> None:
+    """Slot 3 is dead, so all are to read the image."""
+    rounds = Rounds(4, deaf={2})
+    rounds.end(3)
+    rounds.report(0, lineage=TWO, part=(2, 8), images=image(*others[:1]))
+    rounds.report(1, lineage=TWO, part=(2, 8), images=image(*others[1:]))
+    rounds.report(2, lineage=TWO, part=(2, 8), images=image(1, 2))
+    assert (rounds.those.newest.image, rounds.those.newest.base) == ("image of step 1", ONE)
+    told = rounds.wait(HEARD_S + 0.1)
+    if not is_left_out:
+        assert told == [] == rounds.wait(10 * HEARD_S)
+        return
+    assert kinds(told) == [("2.0", "fence"), ("0.0", "freeze"), ("1.0", "freeze")]
+    lost = rounds.those.newest.lost
+    rounds.report(0, lineage=None, images=image(*others[:1]))
+    assert rosters(rounds.report(1, lineage=None, images=image(*others[1:]))) == {("0.0", "1.0")}
+    newest = rounds.those.newest
+    assert (newest.image, newest.base, newest.donors, newest.lost) == ("image of step 1", ONE, (), lost)
+
+
+def test_a_deaf_member_is_left_out_of_a_generation_that_begins_from_a_checkpoint_whatever_its_node_has() -> None:
+    rounds = Rounds(3, deaf={1})
+    rounds.end(2)
+    rounds.report(0, part=(2, 8), images=image(0))
+    rounds.report(1, part=(2, 8), images=image(1))
+    assert (rounds.those.newest.image, rounds.those.newest.base) == ("", None)
+    assert kinds(rounds.wait(HEARD_S + 0.1))[:1] == [("1.0", "fence")]
 
 
 def test_who_answers_is_waited_for_as_long_as_it_says() -> None:
@@ -382,6 +422,46 @@ def test_without_a_part_of_the_state_all_replacements_are_waited_for_too() -> No
     nothing_lost = Rounds()
     nothing_lost.end(2, is_restarting=True)
     assert rosters(nothing_lost.report(0, 1, part=(4, 8))) == {("0.0", "1.0")}
+
+
+def test_with_an_image_of_the_state_nobody_waits_for_a_replacement() -> None:
+    rounds = Rounds()
+    rounds.end(2, is_restarting=True)
+    assert rosters(rounds.report(0, lineage=TWO, part=(3, 8), images=image(0))) == set()
+    assert rosters(rounds.report(1, lineage=TWO, part=(3, 8), images=image(1, 2))) == {("0.0", "1.0")}
+    newest = rounds.those.newest
+    assert (newest.image, newest.base, newest.fresh) == ("image of step 1", ONE, {"0.0", "1.0"})
+    assert newest.lost == "rank 2 owned 25 % of the state, and no other rank holds it"
+    assert kinds(rounds.arrive(2)) == [("0.0", "wish")], "it is late, and welcome"
+
+
+def test_with_a_part_of_the_image_lacking_all_replacements_are_waited_for() -> None:
+    rounds = Rounds()
+    rounds.end(2, is_restarting=True)
+    rounds.report(0, lineage=TWO, part=(3, 8), images=image(0))
+    assert rosters(rounds.report(1, lineage=TWO, part=(3, 8), images=image(1))) == set()
+    assert rosters(rounds.arrive(2)) == {("0.0", "1.0", "2.1")}
+    assert (rounds.those.newest.image, rounds.those.newest.base) == ("", None)
+
+
+def test_with_a_newer_checkpoint_all_replacements_are_waited_for_though_an_image_is_whole() -> None:
+    rounds = Rounds()
+    rounds.end(2, is_restarting=True)
+    rounds.report(0, lineage=TWO, part=(3, 8), images=image(0, 1, 2))
+    assert rosters(rounds.report(1, lineage=TWO, part=(3, 8), saved=2)) == set()
+    assert rosters(rounds.arrive(2)) == {("0.0", "1.0", "2.1")}
+    assert (rounds.those.newest.image, rounds.those.newest.base) == ("", None)
+
+
+def test_a_member_that_finished_does_not_keep_the_others_from_an_image() -> None:
+    rounds = Rounds()
+    rounds.those.finished("0.0")
+    rounds.end(2)
+    assert rosters(rounds.report(1, lineage=TWO, part=(3, 8), images=image(0, 1))) == set(), "nobody begins anew"
+    rounds = Rounds()
+    rounds.those.finished("0.0")
+    rounds.end(2)
+    assert rosters(rounds.report(1, lineage=TWO, part=(3, 8), images=image(0, 1, 2))) == {("1.0",)}
 
 
 def test_a_replacement_that_never_comes_is_not_waited_for_for_ever() -> None:

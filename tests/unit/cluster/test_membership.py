@@ -1,67 +1,49 @@
 """Who makes up the next generation, and from what it goes on: by stories, by hostile JSON, and by search.
 
 The stories are the rules of docs/design/membership.md and the counterexamples to protocols that lack one. The search
-takes a small model of workers through all interleavings of steps, crashes, stops, wrong suspicions and restarts, asks
-the real `decide` for every record, and looks whether an update is ever doubled, lost or made from a wrong gradient. A
-`decide` without one of its rules has to be caught by it, or by a story. With owners every worker of the model
-holds some elements of the state, cut anew in every generation, and those who hold a base must have all of it.
+takes a small model of workers (tests/support/membership_model.py) through all interleavings of steps, crashes, stops,
+wrong suspicions and restarts, asks the real `decide` for every record, and looks whether an update is ever doubled,
+lost or made from a wrong gradient. A `decide` without one of its rules has to be caught by it, or by a story. With
+owners every worker of the model holds some elements of the state, cut anew in every generation, and those who hold a
+base must have all of it. Images of the state have a file of their own, test_membership_images.py.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import random
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from hetseq.balance.shares import Cost
 from hetseq.cluster.membership.decide import Record, Report, SplitBrainError, Tag, Update, decide
-from hetseq.cluster.membership.step_commit import Lineage, Verdict
-
-APPLY, SKIP, REDO = Verdict.APPLY, Verdict.SKIP, Verdict.REDO
-History = tuple[tuple[int, int, int, int], ...]  # of updates: step, generation, attempt, verdict
-Rule = Callable[..., Record]
-
-HISTORIES: dict[Lineage, History] = {}
-
-
-@cache
-def lineage(history: History) -> Lineage:
-    """Of a state that contains these updates."""
-    known = Lineage()
-    for step, generation, attempt, verdict in history:
-        known = known.extend(step, generation=generation, attempt=attempt, verdict=Verdict(verdict))
-    HISTORIES[known] = history
-    return known
-
-
-def updated(history: History) -> Update:
-    """The last update of a history, as who has made it reports it."""
-    step, generation, attempt, verdict = history[-1]
-    return Update(Tag(step, generation, attempt), Verdict(verdict), rows=f"rows of {step}, {generation}, {attempt}")
-
-
-def holds(name: str, history: History | None, gradient: tuple[int, int, int] | None = None, **other: Any) -> Report:
-    """The report of a worker with this state, and with this gradient beside it."""
-    state = None if history is None else lineage(history)
-    return Report(name, other.pop("generation", 0), state, None if gradient is None else Tag(*gradient), **other)
-
-
-def made(name: str, history: History, **other: Any) -> Report:
-    """The report of a worker that has made the last update of this history itself."""
-    return holds(name, history, last=updated(history), **other)
-
+from hetseq.cluster.membership.step_commit import Lineage
+from tests.support.membership_model import (
+    APPLY,
+    HISTORIES,
+    NEEDS_THE_SILENT,
+    NONE,
+    ORDER,
+    SKIP,
+    Broken,
+    Budget,
+    Formed,
+    History,
+    Rule,
+    Search,
+    Story,
+    Worker,
+    holds,
+    lineage,
+    made,
+)  # fmt: skip
 
 # Stories. Step 1 is under way or over in generation 0, unless it says otherwise.
 
-NONE: History = ()
 ONE: History = ((1, 0, 0, APPLY),)
 SKIPPED: History = ((1, 0, 0, SKIP),)
 ONE_LATER: History = ((1, 1, 0, APPLY),)
@@ -69,37 +51,6 @@ TWO: History = (*ONE, (2, 0, 0, APPLY))
 GRADIENT = (1, 0, 0)
 
 
-class Story(NamedTuple):
-    reports: tuple[Report, ...]
-    roster: str  # what is to come out; workers have names of one letter
-    base: History | None
-    fresh: str = ""
-    last: History | None = None  # the update that made the base is its last one
-    newcomers: str = ""
-    newest: Record = Record(0, ("A", "B", "C"))
-    lost: str = ""
-
-    def tell(self, rule: Rule) -> Record:
-        reports = {report.incarnation: report for report in self.reports}
-        record: Record = rule(self.newest, reports, tuple(self.newcomers), order=ORDER)
-        return record
-
-    def expected(self) -> Record:
-        return Record(
-            self.newest.generation + 1, tuple(self.roster), None if self.base is None else lineage(self.base),
-            None if self.last is None else updated(self.last), frozenset(self.fresh), (None,) * len(self.roster),
-            lost=self.lost,
-        )  # fmt: skip
-
-    def is_told_by(self, rule: Rule) -> bool:
-        try:
-            found = self.tell(rule)
-        except Exception:
-            return False
-        return found == self.expected()
-
-
-ORDER = {name: place for place, name in enumerate("ABCDE")}
 AFTER = Record(1, ("B", "C"), lineage(NONE))  # B and C went on without A, which had fallen silent
 STORIES = {
     "nobody saw the commit: the step is computed anew, and the gradients are dropped": Story(
@@ -350,431 +301,6 @@ def test_a_chain_of_more_than_64_bits_is_refused_where_it_comes_in() -> None:
         Report.from_record({**FULL.to_record(), "lineage": {"step": 1, "chain": 2**63}})
 
 
-# The search.
-
-
-class Broken(Exception):
-    """What must hold does not."""
-
-
-class Part(NamedTuple):
-    """What a worker owns, and the generation that has cut the state so."""
-
-    cut: int
-    elements: frozenset[int]
-
-
-ALL = frozenset(range(4))
-
-
-def cut(generation: int, roster: tuple[str, ...], name: str) -> Part:
-    """Of each generation another one; of three workers, one owns nothing."""
-    turned = [*roster[generation % len(roster) :], *roster[: generation % len(roster)]]
-    owners = turned if len(turned) < 3 else turned[:-1]
-    return Part(generation, frozenset(one for one in ALL if owners[one % len(owners)] == name))
-
-
-class Worker(NamedTuple):
-    name: str  # slot and how often it was started: "1.0"
-    status: str = "up"  # stopped, dead
-    #: reducing, committing, done; frozen, newcomer; fresh: it waits for the state; with owners also forming: it has the
-    #: part of before, and handed: it has its new part as well
-    phase: str = "computing"
-    generation: int = 0  # the newest record that it has adopted
-    history: History | None = ()
-    attempt: int = 0
-    held: tuple[int, int, int] | None = None  # whole, and of a step that it has not seen the end of
-    last: tuple[int, int, int, int] | None = None  # made by itself in this generation
-    part: Part | None = None  # of its history; None: everything
-
-
-class Formed(NamedTuple):
-    """A record, with histories in place of lineages."""
-
-    roster: tuple[str, ...]
-    base: History | None = None
-    last: tuple[int, int, int, int] | None = None
-    fresh: frozenset[str] = frozenset()
-
-
-class Budget(NamedTuple):
-    """How much may yet happen."""
-
-    faults: int  # crashes, stops, and living workers that are given up
-    restarts: int = 0
-    non_finite: int = 0
-    redo: int = 0
-
-
-class State(NamedTuple):
-    workers: tuple[Worker, ...]  # by slot
-    records: tuple[Formed, ...]
-    heard: frozenset[tuple[str, int, Any, Any, Any, Any]]  # reports: name, generation, history, held, last, part
-    given: frozenset[tuple[Any, ...]]  # contributions: generation, step, attempt, what, name, payload
-    budget: Budget
-
-
-class Move(NamedTuple):
-    told: str
-    is_fault: bool
-    after: State
-
-
-TRAINING = ("computing", "reducing", "committing", "done", "fresh")
-HANDING = ("forming", "handed")
-
-
-def beginning(workers: int, budget: Budget, *, has_owners: bool) -> State:
-    names = tuple(f"{slot}.0" for slot in range(workers))
-    first = (Worker(name, part=cut(0, names, name) if has_owners else None) for name in names)
-    return State(tuple(first), (Formed(names, ()),), frozenset(), frozenset(), budget)
-
-
-def report_of(worker: Worker) -> tuple[str, int, Any, Any, Any, Any]:
-    return worker.name, worker.generation, worker.history, worker.held, worker.last, worker.part
-
-
-@cache
-def formed(
-    rule: Rule, number: int, newest: Formed, heard: frozenset[Any], newcomers: frozenset[str], silent: frozenset[str]
-) -> Formed:
-    """What the rule makes of the reports that a coordinator has in hand. `silent`: alive, as only mutants ask."""
-    reports = {
-        name: holds(
-            name, history, held, generation=generation,
-            last=None if last is None else Update(Tag(*last[:3]), Verdict(last[3]), "rows"),
-            part=None if part is None else (len(part.elements), len(ALL)), cut=None if part is None else part.cut,
-        )
-        for name, generation, history, held, last, part in sorted(heard, key=lambda report: report[1])
-    }  # fmt: skip
-    record = Record(
-        number, newest.roster, None if newest.base is None else lineage(newest.base), None, newest.fresh
-    )  # fmt: skip
-    names = [*newest.roster, *reports, *newcomers]
-    told = {"silent": silent} if rule in NEEDS_THE_SILENT else {}
-    try:
-        found = rule(record, reports, newcomers, order={name: float(name) for name in names}, **told)
-    except SplitBrainError as error:
-        raise Broken(str(error)) from None
-    base = None if found.base is None else HISTORIES[found.base]
-    last = None
-    if found.last is not None:
-        tag = found.last.tag
-        last = tag.step, tag.generation, tag.attempt, int(found.last.verdict)
-    voters = [report for report in heard if report[1] == number and report[0] in newest.roster]
-    longest = max((report[2] for report in voters if report[2] is not None), key=len, default=None)
-    if longest is not None and base is None and not any(map(is_complete, parts_of(voters, longest))):
-        assert found.lost
-        return Formed(found.roster, None, None, found.fresh)
-    if len(longest or ()) > len(base or ()):
-        raise Broken("an update is forgotten that somebody has made who reports")
-    return Formed(found.roster, base, last, found.fresh)
-
-
-def parts_of(voters: Collection[Any], history: History) -> list[list[Part | None]]:
-    """Of those who hold this history or can make its last update, by cut."""
-    parts = collections.defaultdict[int, list[Part | None]](list)
-    for _, _, known, held, _, part in voters:
-        can_make = history and known == history[:-1] and (history[-1][3] == SKIP or held == history[-1][:3])
-        if known == history or can_make:
-            parts[-1 if part is None else part.cut].append(part)
-    return list(parts.values())
-
-
-def is_complete(parts: Collection[Part | None]) -> bool:
-    """Whether nothing of the state is in other hands."""
-    return None in parts or frozenset[int]().union(*(part.elements for part in parts if part is not None)) == ALL
-
-
-class Search:
-    """All that may happen to some workers under a rule; `steps` is how many they train."""
-
-    def __init__(
-        self, rule: Rule = decide, *, workers: int, steps: int, budget: Budget, has_owners: bool = False
-    ) -> None:
-        self.rule, self.steps, self.has_owners = rule, steps, has_owners
-        self.first = beginning(workers, budget, has_owners=has_owners)
-
-    def moves(self, state: State) -> Iterator[Move]:
-        for slot, worker in enumerate(state.workers):
-            if worker.status == "up":
-                yield from self._moves_of(state, slot, worker)
-                if state.budget.faults:
-                    less = state.budget._replace(faults=state.budget.faults - 1)
-                    yield self._move(state, slot, worker._replace(status="dead"), "dies", is_fault=True, budget=less)
-                    if worker.phase not in ("newcomer", "done"):
-                        stopped = worker._replace(status="stopped")
-                        yield self._move(state, slot, stopped, "is stopped", is_fault=True, budget=less)
-            elif worker.status == "stopped":
-                yield self._move(state, slot, worker._replace(status="up"), "wakes", is_fault=True)
-            else:
-                yield from self._restart(state, slot, worker)
-        yield from self._form(state)
-
-    def _restart(self, state: State, slot: int, worker: Worker) -> Iterator[Move]:
-        is_lost = all(other.status == "dead" for other in state.workers)  # then somebody types the command again
-        if is_lost or state.budget.restarts:
-            again = f"{slot}.{int(worker.name.partition('.')[2]) + 1}"
-            new = Worker(again, phase="newcomer", generation=len(state.records) - 1, history=None)
-            budget = state.budget if is_lost else state.budget._replace(restarts=state.budget.restarts - 1)
-            yield self._move(state, slot, new, "is started again", budget=budget)
-
-    def _move(self, state: State, slot: int, worker: Worker, told: str, *, is_fault: bool = False, **more: Any) -> Move:
-        workers = (*state.workers[:slot], worker, *state.workers[slot + 1 :])
-        after = state._replace(workers=workers, **more)
-        if after.given:  # what nobody can need any more is forgotten
-            live = {self._tag(one) for one in workers if one.status != "dead" and one.phase in TRAINING[:3]}
-            after = after._replace(given=frozenset(one for one in after.given if one[:3] in live))
-        self.check(after)
-        return Move(f"{state.workers[slot].name} {told}", is_fault, after)
-
-    def _tag(self, worker: Worker) -> tuple[int, int, int]:
-        return worker.generation, len(worker.history or ()) + 1, worker.attempt
-
-    def _all_gave(self, state: State, worker: Worker, what: str) -> list[Any] | None:
-        key, roster = (*self._tag(worker), what), state.records[worker.generation].roster
-        given = {one[4]: one[5] for one in state.given if one[:4] == key}
-        return [given[name] for name in roster] if set(roster) <= set(given) else None
-
-    def _give(self, state: State, worker: Worker, what: str, payload: Any) -> frozenset[Any]:
-        return state.given | {(*self._tag(worker), what, worker.name, payload)}
-
-    # A worker.
-
-    def _moves_of(self, state: State, slot: int, worker: Worker) -> Iterator[Move]:
-        newest = len(state.records) - 1
-        if worker.phase == "computing":
-            given = self._give(state, worker, "gradient", worker.history)
-            yield self._move(state, slot, worker._replace(phase="reducing"), "gives its gradient", given=given)
-        elif worker.phase == "reducing" and (parts := self._all_gave(state, worker, "gradient")):
-            yield from self._enter_commit(state, slot, worker, parts)
-        elif worker.phase == "committing" and (votes := self._all_gave(state, worker, "row")):
-            yield self._see_commit(state, slot, worker, votes)
-        elif worker.phase == "fresh":
-            yield from self._receive(state, slot, worker)
-        elif worker.phase in HANDING:
-            yield from self._hand_over(state, slot, worker)
-        elif worker.phase == "frozen" and report_of(worker) not in state.heard:
-            heard = frozenset(one for one in state.heard if one[0] != worker.name) | {report_of(worker)}
-            yield self._move(state, slot, worker, f"is heard: {report_of(worker)[1:]}", heard=heard)
-        if worker.phase in (*TRAINING, *HANDING) and self._misses_somebody(state, worker):
-            yield self._move(state, slot, worker._replace(phase="frozen"), f"freezes while {worker.phase}")
-        if worker.phase in ("frozen", "newcomer") and newest > worker.generation:
-            yield from self._adopt(state, slot, worker, newest)
-
-    def _misses_somebody(self, state: State, worker: Worker) -> bool:
-        if worker.generation < len(state.records) - 1:
-            return True
-        known = {other.name: other for other in state.workers}
-        for name in state.records[worker.generation].roster:
-            other = known.get(name)
-            if other is None or other.status != "up":
-                return True
-            if other.generation == worker.generation and other.phase in ("frozen", "newcomer"):
-                return True
-        return False
-
-    def _enter_commit(self, state: State, slot: int, worker: Worker, parts: list[Any]) -> Iterator[Move]:
-        if set(parts) != {worker.history}:
-            raise Broken("a gradient is the sum of gradients of different states")
-        budget = state.budget
-        step, wish = (
-            len(worker.history or ()) + 1,
-            any(o.status == "up" and o.phase == "newcomer" for o in state.workers),
-        )
-        choices = [(APPLY, budget)]
-        if budget.non_finite:
-            choices.append((SKIP, budget._replace(non_finite=budget.non_finite - 1)))
-        if budget.redo:
-            choices.append((REDO, budget._replace(redo=budget.redo - 1)))
-        for vote, less in choices:
-            held = None if vote is REDO else (step, worker.generation, worker.attempt)
-            yield self._move(
-                state, slot, worker._replace(phase="committing", held=held), f"votes {vote.name}",
-                is_fault=vote is not APPLY, given=self._give(state, worker, "row", (int(vote), wish)), budget=less,
-            )  # fmt: skip
-
-    def _see_commit(self, state: State, slot: int, worker: Worker, votes: list[Any]) -> Move:
-        verdict = REDO if (REDO, True) in votes or (REDO, False) in votes else APPLY
-        if verdict is APPLY and any(vote == SKIP for vote, _ in votes):
-            verdict = SKIP
-        if verdict is REDO:
-            again = worker._replace(phase="computing", attempt=worker.attempt + 1, held=None)
-            return self._move(state, slot, again, "sees redo")
-        assert worker.history is not None
-        entry = (len(worker.history) + 1, worker.generation, worker.attempt, int(verdict))
-        after = self._begin(made_of(worker, entry)._replace(last=entry))
-        if any(wish for _, wish in votes) and after.phase != "done":
-            after = after._replace(phase="frozen")
-        return self._move(state, slot, after, f"sees {verdict.name} of step {entry[0]}")
-
-    def _begin(self, worker: Worker) -> Worker:
-        phase = "done" if len(worker.history or ()) == self.steps else "computing"
-        return worker._replace(phase=phase, attempt=0, held=None)
-
-    def _receive(self, state: State, slot: int, worker: Worker) -> Iterator[Move]:
-        record = state.records[worker.generation]
-        if record.base is None:
-            part = cut(worker.generation, record.roster, worker.name) if self.has_owners else None
-            loaded = self._begin(worker._replace(history=(), part=part))
-            yield self._move(state, slot, loaded, "loads the checkpoint")
-        for donor in state.workers:
-            is_there = donor.status == "up" and donor.generation == worker.generation and donor.phase in TRAINING
-            if is_there and donor.name not in record.fresh:
-                if donor.history != record.base:
-                    raise Broken("a donor does not hold the state that it is to give")
-                after = self._begin(worker._replace(history=donor.history))
-                yield self._move(state, slot, after, f"is given the state by {donor.name}")
-
-    def _hand_over(self, state: State, slot: int, worker: Worker) -> Iterator[Move]:
-        """Each is given its new part by those who have the old ones, and drops its own old one when all have theirs."""
-        record = state.records[worker.generation]
-        here = [one for one in state.workers if one.generation == worker.generation and one.name in record.roster]
-        if {one.name for one in here} != set(record.roster) or any(one.phase in ("frozen", "newcomer") for one in here):
-            return
-        if worker.phase == "forming":
-            donors = [one for one in here if one.name not in record.fresh]
-            if any(one.history != record.base for one in donors):
-                raise Broken("a donor does not hold the state that it is to give")
-            if not is_complete([one.part for one in donors]):
-                raise Broken("a part of the base is in nobody's hands")
-            yield self._move(state, slot, worker._replace(phase="handed"), "has its part")
-        elif all(one.phase != "forming" for one in here):
-            part = cut(worker.generation, record.roster, worker.name)
-            yield self._move(
-                state, slot, self._begin(worker._replace(history=record.base, part=part)), "drops its old part"
-            )
-
-    def _adopt(self, state: State, slot: int, worker: Worker, newest: int) -> Iterator[Move]:
-        record = state.records[newest]
-        told = f"enters generation {newest}"
-        begun = worker._replace(generation=newest, attempt=0, held=None, last=None)
-        if worker.name not in record.roster:
-            if worker.phase == "frozen":
-                outside = begun._replace(phase="newcomer", history=None, part=None)
-                yield self._move(state, slot, outside, f"is not in generation {newest}")
-        elif worker.name in record.fresh:
-            phase = "fresh" if record.base is None or not self.has_owners else "forming"
-            empty = begun._replace(phase=phase, history=None, part=None)
-            yield self._move(state, slot, empty, f"{told} without a state")
-        elif self.has_owners:
-            kept = self._caught_up(worker, record)._replace(phase="forming", generation=newest, attempt=0)
-            yield self._move(state, slot, kept._replace(held=None, last=None), told)
-        else:
-            yield self._move(state, slot, self._begin(self._caught_up(worker, record)._replace(
-                generation=newest, last=None)), told)  # fmt: skip
-
-    def _caught_up(self, worker: Worker, record: Formed) -> Worker:
-        if worker.history is None:
-            raise Broken("a worker that holds no state is taken for one that does")
-        if record.last is not None and record.last[0] == len(worker.history) + 1:
-            worker = made_of(worker, record.last)
-        if worker.history != record.base:
-            raise Broken("a survivor does not come to the base of its generation")
-        return worker
-
-    # The coordinator.
-
-    def _form(self, state: State) -> Iterator[Move]:
-        number = len(state.records) - 1
-        newest = state.records[number]
-        up = {worker.name: worker for worker in state.workers if worker.status == "up"}
-        heard = {report[0] for report in state.heard if report[1] == number and report[0] in newest.roster}
-        newcomers = frozenset(name for name, one in up.items() if one.phase == "newcomer" and name not in newest.roster)
-        silent = frozenset(name for name in newest.roster if name in up and name not in heard)
-        if not (heard or (newcomers and not silent)) or len(silent) > state.budget.faults:
-            return
-        record = formed(self.rule, number, newest, state.heard, newcomers, silent)
-        after = state._replace(
-            records=(*state.records, record), budget=state.budget._replace(faults=state.budget.faults - len(silent))
-        )
-        self.check(after)
-        told = f"generation {number + 1} of {record.roster}, fresh {sorted(record.fresh)}, base {record.base}"
-        yield Move(told, bool(silent), after)
-
-    # What must hold.
-
-    def check(self, state: State) -> None:
-        newest = len(state.records) - 1
-        record = state.records[newest]
-        held = []
-        for worker in state.workers:
-            if worker.status == "dead" or worker.history is None or worker.name not in record.roster:
-                continue
-            if [entry[0] for entry in worker.history] != list(range(1, len(worker.history) + 1)):
-                raise Broken("a step was made twice, or left out")
-            if worker.generation == newest:
-                held.append(worker.history)
-            elif worker.name not in record.fresh and len(worker.history) > len(record.base or ()):
-                raise Broken("a member of a new generation has gone on in an old one")
-        for one, other in itertools.combinations(sorted(held, key=len), 2):
-            if other[: len(one)] != one:
-                raise Broken("two members of one generation hold different histories")
-            if len(other) > len(one) + 1:
-                raise Broken("two members of one generation are more than one update apart")
-
-    def is_over(self, state: State) -> bool:
-        """All that are left have made every step, each once."""
-        up = [worker for worker in state.workers if worker.status == "up"]
-        done = [one for one in up if one.phase == "done" and one.generation == len(state.records) - 1]
-        return bool(done) and all(one in done or one.phase == "newcomer" for one in up)
-
-    # Ways through it.
-
-    def exhaust(self, look: Callable[[Move], None] = lambda move: None) -> int:
-        """How many states there are, each looked at; and from each the run can come to its end without a fault."""
-        number, before = {self.first: 0}, list[list[int]]([[]])
-        todo, over = deque([self.first]), []
-        while todo:
-            state = todo.popleft()
-            if self.is_over(state):
-                over.append(number[state])
-            for move in self.moves(state):
-                look(move)
-                if move.after not in number:
-                    number[move.after] = len(number)
-                    before.append([])
-                    todo.append(move.after)
-                if not move.is_fault:
-                    before[number[move.after]].append(number[state])
-        reached = set(over)
-        while over:
-            for earlier in before[over.pop()]:
-                if earlier not in reached:
-                    reached.add(earlier)
-                    over.append(earlier)
-        # a stopped worker wakes for nobody, and with nobody else up there is nobody to go on
-        stuck = [s for s, at in number.items() if at not in reached and any(w.status == "up" for w in s.workers)]
-        if stuck:
-            raise Broken(f"no end can be reached from {stuck[0]}")
-        return len(number)
-
-    def wander(self, dice: random.Random, *, most: int = 600) -> list[str]:
-        """One way through, to its end; what happened. Raises Broken with it."""
-        state, told = self.first, list[str]()
-        try:
-            while not self.is_over(state):
-                ways = list(self.moves(state))
-                if not ways or len(told) > most:
-                    raise Broken(f"the run does not end: {state}")
-                calm = [way for way in ways if not way.is_fault]
-                # faults early and late: with all of them at equal odds most would come before the first step
-                way = dice.choice(calm) if calm and dice.random() < 0.85 else dice.choice(ways)
-                told.append(way.told)
-                state = way.after
-        except Broken as broken:
-            raise Broken("\n".join([*told, str(broken)])) from None
-        return told
-
-
-def made_of(worker: Worker, entry: tuple[int, int, int, int]) -> Worker:
-    """The worker after this update; it needs the gradient of exactly this all-reduce."""
-    assert worker.history is not None
-    if entry[3] == APPLY and worker.held != entry[:3]:
-        raise Broken(f"update {entry} is made from {worker.held}")
-    return worker._replace(history=(*worker.history, entry))
-
-
 # A rule less. Each of these takes the place of `decide`.
 
 
@@ -934,7 +460,7 @@ def without_small_parts(newest: Record, reports: Mapping[str, Report], *rest: An
     return replace(record, base=None, last=None, fresh=frozenset(record.roster), lost="something")
 
 
-NEEDS_THE_SILENT: set[Rule] = {without_a_report}
+NEEDS_THE_SILENT.add(without_a_report)
 
 
 # What the search finds.
