@@ -67,6 +67,36 @@ def _element(piece: Piece, byte: int) -> int:
     return min(piece.end, piece.begin + max(0, -(-byte // piece.spec.itemsize)))
 
 
+@dataclass(frozen=True)
+class NodeImages:
+    """The images that one rank finds in the memory of its node, and whether it has the state that a generation begins
+    from: not if it joins, or if all begin from a checkpoint."""
+
+    memory: str  # equal for ranks that find the same
+    holds_state: bool
+    images: tuple[tuple[str, int, int, int, tuple[int, ...]], ...]  # plan, step, generation, number of parts, parts
+
+
+def image_to_keep(nodes: Sequence[NodeImages], *, step: int) -> str | None:
+    """The plan of the image that stays when a generation begins with the state after `step`; None: no image does.
+
+    An image on two nodes comes before a newer one whose copies were still under way. An image of a later step, or one
+    that only ranks have that join, is of a course that was given up.
+    """
+    orders: dict[str, tuple[int, int, int]] = {}  # generation, step, number of parts
+    places: dict[str, dict[int, set[str]]] = {}  # the memories that have each part, by plan
+    are_holders = any(node.holds_state for node in nodes)
+    known = {image[0] for node in nodes if node.holds_state or not are_holders for image in node.images}
+    for node in nodes:
+        for plan, of_step, generation, number, parts in node.images:
+            if plan in known and of_step <= step:
+                orders[plan] = generation, of_step, number
+                for part in parts:
+                    places.setdefault(plan, {}).setdefault(part, set()).add(node.memory)
+    whole = [plan for plan, parts in places.items() if len(parts) == orders[plan][2]]
+    return max(whole, key=lambda plan: (min(map(len, places[plan].values())) > 1, orders[plan]), default=None)
+
+
 def digest_of(layout: str, parts: Sequence[ImagePart]) -> str:
     """The key of a division into parts, given the key of the layout that it divides."""
     return sha256(json.dumps([layout, [[part.owner, part.keeper, _sizes(part)] for part in parts]]).encode())

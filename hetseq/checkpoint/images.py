@@ -12,6 +12,7 @@ lies in an arena like a part that waits for the disk, so the next start of a run
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from hetseq.checkpoint.arena import STATE_BYTES, arena_bytes, available_bytes, c
 from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.holdings import Layout, describe, key_of, lay_out
 from hetseq.checkpoint.image_copy import KeptPart, OwnPart, Way
-from hetseq.checkpoint.image_plan import ImagePart, digest_of, image_parts
+from hetseq.checkpoint.image_plan import ImagePart, NodeImages, digest_of, image_parts, image_to_keep
 from hetseq.checkpoint.layout import TensorSpec
 from hetseq.checkpoint.leftover_memory import LeftPart, Remains, directory_mark
 from hetseq.checkpoint.load import Loaded
@@ -211,19 +212,23 @@ class Images:
         for target in targets if rank == source else ():
             self._messages.send(content, target, channel=0, channels=1, **patience_s)
 
-    def keep_only(self, plan: str) -> None:
-        """At the beginning of a generation free all images but one, which stays until a new one is safe: `plan`, if it
-        is empty the newest of which the nodes have all parts. Collective."""
-        group = self._setting.group
-        remains = Remains(self._setting.run_id, self._setting.run_directory, start=self._start)
-        try:
-            states = find_states(group, remains.parts, says_what_lacks=False)
-        finally:
-            remains.close(remove=False)
-        if not plan and states:
-            plan = max(states, key=lambda state: state.order[::-1]).plan
-        exchange(group, Row())  # all have looked
-        free_images(self._setting.run_id, self._setting.run_directory, besides=plan)
+    def keep_only(self, plan: str, *, holds_state: bool, step: int) -> None:
+        """At the beginning of a generation, with the state after `step`, free all images of this start but one, which
+        stays until a new one is safe: `plan`, or by `image_to_keep` if it is empty. Collective.
+
+        `holds_state`: this rank had that state at the end of the generation before.
+        """
+        images = [
+            (image.plan, image.identity.step, image.identity.generation, image.number_of_parts, image.parts)
+            for image in images_here(self._setting.run_id, self._setting.run_directory, start=self._start)
+        ]
+        texts = exchange_texts(self._setting.group, json.dumps([memory_name(), holds_state, images]))
+        nodes = [
+            NodeImages(memory, holds, tuple((*facts, tuple(parts)) for *facts, parts in of_node))
+            for memory, holds, of_node in map(json.loads, texts)
+        ]
+        kept = plan or image_to_keep(nodes, step=step)
+        free_images(self._setting.run_id, self._setting.run_directory, start=self._start, besides=kept)
 
     def close(self, *, keep: bool) -> None:
         """Release everything; with `keep` whole copies stay in the memory of this node. Any rank, alone."""
@@ -334,12 +339,19 @@ def images_here(run_id: str, run_directory: Path, *, start: str) -> list[ImageOn
     return sorted(images, key=lambda image: (image.identity.generation, image.identity.step), reverse=True)
 
 
-def free_images(run_id: str, run_directory: Path, *, plan: str | None = None, besides: str | None = None) -> None:
-    """Free the images of this run on this node that no process holds: all, only `plan`, or all `besides` one.
+def free_images(
+    run_id: str,
+    run_directory: Path,
+    *,
+    start: str | None = None,
+    plan: str | None = None,
+    besides: str | None = None,
+) -> None:
+    """Free the images of this run on this node that no process holds: all, or of one start, one plan, or all but one.
 
     Any process, alone.
     """
-    remains = Remains(run_id, run_directory, are_images=True)
+    remains = Remains(run_id, run_directory, start=start, are_images=True)
     paths = [part.arena.path for part in remains.parts if plan in (None, part.plan) and part.plan != besides]
     remains.close(remove=False)
     for path in filter(None, paths):

@@ -239,7 +239,11 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
             begin_alike_(job.material.model, job.group)
         _override(replica.optimizer, config.checkpoint)
     if images is not None:
-        images.keep_only("" if job.succession is None else job.succession.record.image)
+        record = None if job.succession is None else job.succession.record
+        images.keep_only(
+            record.image if record is not None else "", holds_state=job.carried is not None,
+            step=state.position.step - 1,
+        )  # fmt: skip
     before = job.carried.saver if job.carried is not None else None
     saver = Saver(
         manager, config.checkpoint, provenance, replica, sharing=job.directory_group, images=images, before=before

@@ -282,10 +282,11 @@ class Saver:
         tensors, numbers = self._replica.held_tensors()
         tensors |= self._replica.task_state.content()[0]
         numbers = self._replica.all_numbers(numbers, self._sharing.whole)
+        known = [*self._manager.known, *([] if self._underway is None else [self._underway.nonce])]
         saved = {"last": self.last_step, "best": self.best, "known": self._manager.known}
         is_made = images.make(
             tensors, {**self._describe(state, numbers, rows), "saved": saved}, identity=self._identity(state),
-            nonce=nonce, at_once=self._replica.changed_by_forward(), known=self._manager.known,
+            nonce=nonce, at_once=self._replica.changed_by_forward(), known=known,
         )  # fmt: skip
         faults.point("snapshot")
         if images.protection != before and images.protection is not None:

@@ -86,7 +86,8 @@ def test_a_kill_between_two_units_of_new_parameters_spoils_no_image(
 
 @pytest.mark.fault("FT-1")
 def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, calm: Calm, tmp_path: Path) -> None:
-    faults = Faults().kill(rank=2).at(step=20, phase="reduce").kill(rank=0).at(step=50, phase="commit")
+    faults = Faults().kill(rank=2).at(step=19, phase="reduce").kill(rank=0).at(step=54, phase="commit")
+    # a save under way would be looked for
     saving = {"save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1}
     task = {"are_nodes": True, "notes_opens": True}
     run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **saving)

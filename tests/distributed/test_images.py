@@ -126,7 +126,7 @@ def live(group: Group, folder: Path, owned: tuple[int, ...], lost: int) -> Any:
     half = ELEMENTS // 2
     extent = (0, half + 11) if rest.rank == 0 else (half + 11, ELEMENTS)
     found = read(node, images, plan, extent if rest.world_size > 1 else (0, ELEMENTS))
-    images.keep_only(plan)
+    images.keep_only(plan, holds_state=True, step=3)
     kept = node.here()
     images.close(keep=False)
     images.free()

@@ -289,6 +289,8 @@ class Generations:
         self._count_barren()
         here = [name for name in self.slots if name in self._reports]  # in order of arrival
         late = [name for name in here if name in self.newest.fresh]
+        if self.newest.image:  # which all members read; late are those that had no part in the generation before
+            late = [name for name in here if name not in self._survivors]
         if 0 < len(late) < len(here):
             is_enough, dropped = self._barren_with_late >= _BARREN, late
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from hetseq.balance.second_places import Place
-from hetseq.checkpoint.image_plan import cut, digest_of, image_parts
+from hetseq.checkpoint.image_plan import NodeImages, cut, digest_of, image_parts, image_to_keep
 from hetseq.checkpoint.layout import Piece, TensorSpec, whole_tensors
 
 WEIGHT, BIAS = TensorSpec("weight", "F32", (6, 5), 4), TensorSpec("bias", "F64", (7,), 8)
@@ -63,3 +64,48 @@ def test_the_name_of_a_division_says_who_keeps_what() -> None:
     names = {digest_of(layout, parts) for layout in ("a", "b") for parts in (there, elsewhere)}
     assert len(names) == 4
     assert digest_of("a", there) == digest_of("a", image_parts(owned, [(Place(1, 1.0),), (Place(2, 1.0),), ()]))
+
+
+def nodes(*texts: str, joins: int | None = None) -> list[NodeImages]:
+    """Of each rank its images: `6.0:01` is step 6, generation 0, parts 0 and 1 of two; each rank is a node."""
+    found = []
+    for rank, text in enumerate(texts):
+        images = []
+        for word in text.split():
+            order, _, parts = word.partition(":")
+            step, generation = map(int, order.split("."))
+            images.append((order, step, generation, 2, tuple(map(int, parts))))
+        found.append(NodeImages(f"node {rank}", rank != joins, tuple(images)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("images", "joins", "kept"),
+    [
+        (("6.0:01 3.0:01", "6.0:01 3.0:01"), None, "6.0"),
+        (("6.0:0 3.0:01", "6.0:1 3.0:01"), None, "3.0"),  # copies of the newer one were under way
+        (("6.0:0 3.0:0", "6.0:1 3.0:1"), None, "6.0"),  # after a death none is at two places
+        (("6.0:0 3.0:01", "3.0:1"), None, "3.0"),  # the newer one lacks a part
+        (("6.0:01", "8.1:0"), None, "6.0"),
+        (("6.0:01", "4.1:01"), None, "4.1"),  # a later generation had gone back to step 3
+        (("6.0:01", "9.0:01"), None, "6.0"),  # of a step after the state
+        (("3.1:01", "6.0:01"), 1, "3.1"),  # a node that comes back brings a course that was given up
+        (("3.1:0", "3.1:1 6.0:01"), 1, "3.1"),
+        (("", "6.0:01"), 1, None),
+        (("", ""), None, None),
+    ],
+)
+def test_the_image_that_stays_is_whole_at_two_places_and_of_the_course_of_the_state(
+    images: tuple[str, ...], joins: int | None, kept: str | None
+) -> None:
+    assert image_to_keep(nodes(*images, joins=joins), step=8) == kept
+
+
+def test_two_ranks_of_one_node_are_one_place() -> None:
+    twice = nodes("6.0:01 3.0:01", "6.0:01 3.0:01", "3.0:01")
+    assert image_to_keep([*twice[:1], replace(twice[1], memory="node 0"), twice[2]], step=8) == "3.0"
+
+
+def test_if_all_begin_from_a_checkpoint_any_image_up_to_its_step_may_stay() -> None:
+    found = [replace(one, holds_state=False) for one in nodes("6.0:01 9.0:01", "6.0:01 9.0:01")]
+    assert image_to_keep(found, step=8) == "6.0"
