@@ -2,10 +2,11 @@
 
     python bench/goodput.py [--seconds 40] [--ranks 3] [--every 10] [--sample-ms 12] [--only replicas restart]
 
-Two kinds of runs, each at five rates of kills, from one in 10 steps to one in 100: replicas of HetSeq, which continue
-in place, and `torchrun --max-restarts`, which restarts all ranks from the newest file of `torch.save`. Both train the
-toy of bench/recover.py. A sample takes a fixed time of sleep, so a step takes some 100 ms on a busy machine too, and
-more where fewer ranks share it.
+Three kinds of runs, each at five rates of kills, from one in 10 steps to one in 100: replicas of HetSeq, which continue
+in place; its owners of parts of the state, which go back in place to an image that is at most --image-steps old; and
+`torchrun --max-restarts`, which restarts all ranks from the newest file of `torch.save`. All train the toy of
+bench/recover.py. A sample takes a fixed time of sleep, so a step takes some 100 ms on a busy machine too, and more
+where fewer ranks share it.
 
 The gap from the first new step after a kill to the next kill is exponential. Every kill is a SIGKILL to one rank, by
 its process id, at a time that the script knows. From the lines that each rank writes after its steps it takes
@@ -36,14 +37,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import figures
 import recover
 
-from hetseq.balance.goodput import Absence, Disk, StepTime, Way, live, restart, retry
+from hetseq.balance.goodput import Absence, Disk, StepTime, Way, images, live, restart, retry
 
 BAR = 0.10
 RATES = (10, 18, 32, 56, 100)  # steps from one kill to the next, on average
@@ -108,6 +109,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=40.0, help="of each run, from its first kill on")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--image-steps", type=int, default=5, help="steps between two images")
     parser.add_argument(
         "--sample-ms", type=float, default=12.0, help=f"of a sample; a rank has {recover.SAMPLES_PER_RANK}"
     )
@@ -115,8 +117,16 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=int, default=list(RATES), help="steps per kill")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = parser.parse_args(words)
-    if arguments.every < 1 or arguments.ranks < 2 or not 0 < arguments.sample_ms <= 1000 or min(arguments.rates) < 1:
-        parser.error("--every, --rates: expected at least 1; --ranks: at least 2; --sample-ms: above 0, up to 1000")
+    if (
+        min(arguments.every, arguments.image_steps) < 1
+        or arguments.ranks < 2
+        or not 0 < arguments.sample_ms <= 1000
+        or min(arguments.rates) < 1
+    ):
+        parser.error(
+            "--every, --image-steps, --rates: expected at least 1; --ranks: at least 2; --sample-ms: above 0 and up to"
+            " 1000"
+        )
     if not 1 <= arguments.seconds <= 3600:
         parser.error("--seconds: expected 1 to 3600")
     return arguments
@@ -148,6 +158,12 @@ def main() -> int:
 def replicas(folder: Path, arguments: argparse.Namespace) -> list[str]:
     """The command of HetSeq with a replica on each rank."""
     return [*recover.hetseq(folder, arguments), "--max-restarts", str(RESTARTS)]
+
+
+def owners(folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """The command of HetSeq with a part of the state on each rank."""
+    image_steps = ["--memory-interval-updates", str(arguments.image_steps)]
+    return [*replicas(folder, arguments), "--shard-model", "state", "--own", "equal", *image_steps]
 
 
 def restarts(folder: Path, arguments: argparse.Namespace) -> list[str]:
@@ -263,6 +279,31 @@ def costs_in_place(record: Record, step_s: float, arguments: argparse.Namespace)
     return Costs(halt_s, join_s, back_s)
 
 
+def costs_of_images(record: Record, step_s: float, arguments: argparse.Namespace) -> Costs:
+    """As `costs_in_place`; the first step of the others is mostly one that they do again."""
+    halts_s, joins_s, backs_s = list[float](), list[float](), list[float]()
+    fewer_s = step_of(step_s, arguments)((arguments.ranks - 1,))
+    for at_ns, next_ns in zip(record.kills_ns, (*record.kills_ns[1:], math.inf)):
+        before = [line for line in record.lines if line.made_ns <= at_ns]
+        old, last = {line.pid for line in before}, before[-1]
+        new = [line for line in record.lines if line.made_ns > at_ns and line.pid not in old]
+        made_by = {line.pid for line in before[-arguments.ranks :] if line.step == last.step}
+        if len(made_by) < arguments.ranks or not new or new[0].made_ns > next_ns:
+            continue
+        first_ns = min(line.made_ns for line in before[-arguments.ranks :])
+        again_ns = min(line.made_ns for line in record.lines if line.made_ns > at_ns and line.pid in old)
+        joined_ns = new[0].made_ns
+        others_ns = [line.made_ns for line in record.lines if at_ns < line.made_ns < joined_ns and line.pid in old]
+        if not others_ns:
+            continue
+        join_s = (joined_ns - max(others_ns)) / 1e9 - step_s
+        halts_s.append(max(0.0, (again_ns - max(at_ns, first_ns + step_s * 1e9)) / 1e9 - fewer_s))
+        joins_s.append(max(0.0, join_s))
+        backs_s.append(max(0.0, (joined_ns - at_ns) / 1e9 - join_s - step_s))
+    halt_s, join_s, back_s = (statistics.mean(values or [0.0]) for values in (halts_s, joins_s, backs_s))
+    return Costs(halt_s, join_s, back_s)
+
+
 def costs_of_restarts(record: Record, step_s: float, arguments: argparse.Namespace) -> Costs:
     """From each signal to the first step of a new process, less that step; all ranks are back then."""
     next_ns = [
@@ -280,6 +321,15 @@ def way_in_place(measured: Measured, arguments: argparse.Namespace) -> Way:
     return retry(Disk(arguments.every, 0.0, measured.halt_s), regroup_s=measured.halt_s, join_s=measured.join_s)
 
 
+def way_of_images(measured: Measured, arguments: argparse.Namespace) -> Way:
+    """Owners. All ranks are on one node, whose memory keeps what a killed rank had: no two kills lose it."""
+    way = images(
+        Disk(arguments.every, 0.0, measured.halt_s), regroup_s=measured.halt_s, every=arguments.image_steps,
+        image_s=0.0, join_s=measured.join_s,
+    )  # fmt: skip
+    return replace(way, has_neighbours=False)
+
+
 def way_of_restarts(measured: Measured, arguments: argparse.Namespace) -> Way:
     """Restarts from the newest checkpoint."""
     return restart(Disk(arguments.every, 0.0, measured.halt_s))
@@ -287,6 +337,7 @@ def way_of_restarts(measured: Measured, arguments: argparse.Namespace) -> Way:
 
 KINDS = {
     "replicas": Kind(replicas, costs_in_place, way_in_place, is_in_place=True),
+    "images": Kind(owners, costs_of_images, way_of_images, is_in_place=True),
     "restart": Kind(restarts, costs_of_restarts, way_of_restarts, is_in_place=False),
 }
 

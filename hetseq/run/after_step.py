@@ -161,10 +161,10 @@ class AfterStep:
         # the part of a rank that leaves goes to the others by way of a checkpoint
         leaving = [rank for rank, row in enumerate(outcome.rows) if row.wish & Wish.LEAVE]
         is_stopping = bool(outcome.wish & Wish.STOP) or any(map(controller.replica.is_owner, leaving))
-        is_saved = self._follow_up(
+        is_saved, is_over = self._follow_up(
             controller, due, shares=result.plan.shares, is_stopping=is_stopping, ends_run=ends_run
         )  # fmt: skip
-        if outcome.keep and not is_saved:
+        if self._saver.is_keep_wanted(outcome, is_saved=is_saved) and not is_over:
             controller.replica.buffers.synchronise_(result.plan.shares)
             self._saver.keep(controller.state, nonce=outcome.nonce, rows=self._metrics.last_rows())
 
@@ -215,8 +215,8 @@ class AfterStep:
 
     def _follow_up(
         self, controller: Controller, due: PendingWork, *, shares: tuple[int, ...], is_stopping: bool, ends_run: bool
-    ) -> bool:
-        """Compare the replicas, validate and save, as far as due; whether it saved or the run ends or stops."""
+    ) -> tuple[bool, bool]:
+        """Compare the replicas, validate and save, as far as due; whether it saved, and whether the run is over."""
         state, replicas, buffers = controller.state, self._replicas, controller.replica.buffers
         if replicas is not None and replicas.is_due(due.step):
             self._saver.settle()  # the check may overwrite replicas to make them equal
@@ -264,7 +264,7 @@ class AfterStep:
         elif ends_run or is_stopping:
             with amid(Phase.SAVING, Phase.BOUNDARY):
                 self._tell(self._saver.finish(state))
-        return bool(kinds) or ends_run or is_stopping
+        return bool(kinds), ends_run or is_stopping
 
     def finish(self, controller: Controller) -> None:
         """Wait for a checkpoint that is under way, and report it. Every rank calls it."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from hetseq.checkpoint import CheckpointManager, Held, Identity, Loaded, SaveResult
 from hetseq.checkpoint.images import Images, Protection
-from hetseq.cluster.membership.step_commit import CommitRow, SaveStatus, parse_lineage
+from hetseq.cluster.membership.step_commit import CommitRow, Outcome, SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import WITHOUT_END, CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
@@ -157,6 +157,17 @@ class Saver:
             return step % every == 0
         keeping_s = self._manager.keeping_s if images is None else self._making_s
         return self._now() - self._kept_s >= max(_LEAST_KEEPING_S, _KEEPING_SHARE * keeping_s)
+
+    def is_keep_wanted(self, outcome: Outcome, *, is_saved: bool) -> bool:
+        """Whether to keep the state after a committed step in memory, given whether it is being saved as well.
+
+        An image is made of each saved state, so that memory is as new as the disk: a generation that goes back to an
+        image loads nothing.
+        """
+        if self._images is None:
+            return outcome.keep and not is_saved
+        is_free = all(row.saving.sealed for row in outcome.rows)
+        return is_free and not self._images.is_refused and (outcome.keep or is_saved)
 
     def status(self, step: int) -> SaveStatus:
         """The fields about saving in this rank's row of step `step`, which is being committed."""
