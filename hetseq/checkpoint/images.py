@@ -97,7 +97,7 @@ class Images:
         self._lock = threading.Lock()
         self._awaited = 0  # own parts of the newest image that are not safe yet
         self._began_s = 0.0
-        #: seconds from the beginning of the newest safe image until it was safe, on this rank
+        #: seconds from the beginning of the copy of the newest safe image until it was safe, on this rank
         self.making_s = 0.0
         #: seconds for which the training thread has waited for images, and that helper threads computed
         self.blocked_s, self.helper_s = 0.0, 0.0
@@ -151,8 +151,8 @@ class Images:
         plan = sha256(f"{attempt.to_json()} {self._digest}".encode())
         self._serial, self._step = self._serial + 1, identity.step
         slot, serial = self._serial % IMAGES, self._serial
-        with self._lock:
-            self._awaited, self._began_s = len(self._own), began_s
+        with self._lock:  # memory is allocated once, and no part of what an image takes
+            self._awaited, self._began_s = len(self._own), time.perf_counter()
 
         def record_of(part: ImagePart) -> dict[str, Any]:
             return {

@@ -319,7 +319,7 @@ class RankLife:
             "generation", generation=crew.generation, step=session.last_step, ranks=slots, story=generation.story,
             seconds=seconds, **({"state_bytes": sum(session.moved_bytes)} if session.moved_bytes else {}),
             **({"lost": generation.lost} if generation.lost else {}),
-            **({"image": generation.image} if generation.image else {}),
+            **({"image": session.last_step} if generation.image else {}),
         )  # fmt: skip
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
         took = "" if seconds is None else f" (regrouped in {seconds:.2f} s)"
