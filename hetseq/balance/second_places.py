@@ -4,7 +4,8 @@ Responsible for choosing, for the image of each rank, ranks of other nodes that 
 memory of the nodes. Does not know what an image contains, and sends nothing.
 
 The one idea: a copy in one piece survives more pairs of deaths than one that is cut, so a copy is cut only where no
-node has room for all of it. Ranks on another machine come before those on other nodes of the same machine.
+node has room for all of it. It goes to the next node that has at least half as much room as the roomiest; other
+machines come before other nodes of the same machine.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ def second_places(ranks: Sequence[Lodging]) -> list[tuple[Place, ...]]:
         nodes = _others(ranks, rank) if size else []
         if not nodes:
             continue
-        # of nodes with equal room the next one, so that not all ranks choose the same
-        roomiest = max(nodes, key=lambda node: left[node])
-        chosen = [roomiest] if left[roomiest] >= size else [node for node in nodes if left[node] > 0] or [roomiest]
+        # the next one with enough room: so not all ranks choose the same, and noise in their figures does not count
+        most = max(left[node] for node in nodes)
+        chosen = [node for node in nodes if left[node] >= max(size, most / 2)][:1]
+        chosen = chosen or [node for node in nodes if left[node] > 0] or nodes[:1]
         total = sum(max(1, left[node]) for node in chosen)
         shares = [max(1, left[node]) / total for node in chosen]
         places = []

@@ -121,7 +121,7 @@ def test_two_ranks_at_once_cost_no_more_if_neither_has_what_the_other_owns(
     faults = Faults().kill(rank=1).at(step=20, phase="reduce").kill(rank=2).at(step=20, phase="reduce")
     run = Run(chaos, tmp_path, faults, own="2,0,1", task={"are_nodes": True}, **IN_MEMORY)
     run.check_losses(calm)
-    assert [event["step"] for event in run.found.events if event.get("image")] == [18]
+    assert [event["step"] for event in run.found.events if event.get("image")] == [18], run.said
     assert "[state-lost]" not in run.said
 
 

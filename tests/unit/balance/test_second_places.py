@@ -39,11 +39,18 @@ def test_a_copy_is_on_another_node_and_best_on_another_machine(ranks: str, expec
     assert keepers(lodgings(ranks)) == expected
 
 
-def test_a_copy_goes_where_there_is_most_room() -> None:
-    ranks = [Lodging("a", "a", 100, 10), Lodging("b", "b", 50, 0), Lodging("c", "c", 90, 0)]
+def test_a_copy_goes_to_the_next_node_that_has_about_as_much_room_as_any() -> None:
+    ranks = [Lodging("a", "a", 100, 10), Lodging("b", "b", 40, 0), Lodging("c", "c", 90, 0)]
     assert keepers(ranks) == [(2,), (), ()]
     full = Lodging("c", "c", 90, 30)  # its own images leave less
     assert keepers([*ranks[:2], full]) == [(1,), (), (0,)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_in_the_free_memory_moves_no_copy(seed: int) -> None:
+    dice = random.Random(seed)
+    ranks = [Lodging(node, node, int(1e10 * dice.uniform(0.9, 1.1)), 10**6) for node in "abcd"]
+    assert keepers(ranks) == [(1,), (2,), (3,), (0,)]
 
 
 def test_a_copy_that_no_node_has_room_for_is_divided_by_the_room_that_there_is() -> None:
