@@ -119,6 +119,7 @@ class Session:
         need if this rank `is_leaving`.
         """
         self._is_suspended = True
+        self.boundary.close()
         self.saver.close(is_hasty=True, has_failed=self.controller.replica.owned is not None and not is_leaving)
         self.controller.loader.close()
 
@@ -126,6 +127,7 @@ class Session:
         """Release everything except model and optimizer; may be called twice."""
         if self._is_open:
             self._is_open = False
+            self.boundary.close()
             self.saver.close(has_failed=has_failed)
             if not (has_failed or self._is_suspended):
                 self.saver.forget_images()
