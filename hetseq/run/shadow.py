@@ -8,6 +8,7 @@ one idea: a step counts only when the portions of all ranks have arrived; then t
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -107,6 +108,7 @@ class Shadow:
 
     def follow(self, links: ShadowLinks, *, generation: int, world_size: int, is_leaving: Callable[[], bool]) -> None:
         """Follow a generation to its end, or until this process `is_leaving`."""
+        logger.info("process %d follows %d ranks in generation %d", os.getpid(), world_size, generation)
         self._world_size, self._generation, self._loading = world_size, generation, None
         self.steps = self.step_bytes = self.states = 0
         if self._has_state and self._controller is not None:
@@ -146,6 +148,8 @@ class Shadow:
         if self._loading is not None:
             return self._load_some(readers)
         if len(readers) < self._world_size or not all(reader.is_whole for reader in readers.values()):
+            return False
+        if any(reader.header is not None and reader.header["kind"] == "hello" for reader in readers.values()):
             return False
         headers = {rank: reader.header for rank, reader in readers.items() if reader.header is not None}
         newest = max(header["step"] for header in headers.values())

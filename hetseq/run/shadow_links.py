@@ -28,7 +28,7 @@ class ShadowLinks:
         self.generation, self.deadline_s = generation, _PATIENCE_S
         #: by rank: what has arrived from it
         self.readers: dict[int, FrameReader] = {}
-        self._greeted: set[int] = set()
+        self._greeted: set[int] = set()  # ranks that have got an answer
         self._world_size = world_size
         self._over_s: float | None = None
         self._bell, self._rope = socket.socketpair()
@@ -68,7 +68,12 @@ class ShadowLinks:
                 connection.close()
         for descriptor in happened:
             if descriptor in by_descriptor and by_descriptor[descriptor] in self.readers:
-                self._read(by_descriptor[descriptor], answer)
+                self._read(by_descriptor[descriptor])
+        strangers = {rank: one for rank, one in self.readers.items() if rank not in self._greeted}
+        # all together: a rank that has an answer sends, which is of no use without the others
+        if len(self.readers) == self._world_size and all(one.is_whole for one in strangers.values()):
+            for rank in sorted(strangers):
+                self._greet(rank, answer)
         return True
 
     def close(self) -> None:
@@ -79,20 +84,22 @@ class ShadowLinks:
         self._bell.close()
         self._rope.close()
 
-    def _read(self, rank: int, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    def _read(self, rank: int) -> None:
         reader = self.readers[rank]
         reader.read()
-        if rank not in self._greeted and reader.is_whole and reader.header is not None:
-            self._greeted.add(rank)
-            try:
-                send_frame(reader.connection, dict(answer(reader.header)), is_wanted=lambda: False)
-            except (OSError, StreamError):
-                reader.has_ended = True
-            reader.clear()
-            if not reader.has_ended:
-                reader.read()
         if reader.has_ended and not reader.is_whole:
             self._forget(rank)
+
+    def _greet(self, rank: int, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        reader = self.readers[rank]
+        assert reader.header is not None
+        try:
+            send_frame(reader.connection, dict(answer(reader.header)), is_wanted=lambda: False)
+        except (OSError, StreamError):
+            self._forget(rank)
+            return
+        self._greeted.add(rank)
+        reader.clear()
 
     def _forget(self, rank: int) -> None:
         self._greeted.discard(rank)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 2  # steps that are kept for a shadow which is slow, or not connected yet
 _ADDRESS_S = 60.0  # for a shadow to say where it listens; asked again after that
 _CONNECT_S = 10.0
-_AGAIN_S = 1.0  # between two attempts to connect
+_AGAIN_S, _MOST_PAUSE_S = 0.5, 30.0  # between two attempts to connect: the first and the longest pause
 _LOOK_S = 0.2
 _FLUSH_S = 2.0  # at the end of a generation, for what a shadow can still use
 
@@ -196,16 +196,20 @@ class Outlet:
     # the thread
 
     def _run(self) -> None:
+        pause_s = _AGAIN_S
         while self._closed_s is None:
             try:
                 connection = self._connect()
             except PeerLostError:
                 break  # the generation is over
             except RendezvousError as error:
-                logger.info("the shadow %s is out of reach: %s", self.shadow, error)
+                if pause_s == _AGAIN_S:
+                    logger.info("the shadow %s is out of reach, and is tried again: %s", self.shadow, error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed_s is not None, _AGAIN_S)
+                    self._changed.wait_for(lambda: self._closed_s is not None, pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
                 continue
+            pause_s = _AGAIN_S
             try:
                 self._introduce(connection)
                 self._serve(connection)

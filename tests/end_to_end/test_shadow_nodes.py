@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 from contextlib import suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.errors import EXIT_DONE
+from hetseq.testing import Faults
 from tests.support.nodes import Node, Nodes, Stock
 from tests.support.places import tcp
 
@@ -27,6 +29,9 @@ WORDS = shlex.split(
 SHARDED = ("--shard-model", "state", "--own", "2,1", "--bucket-cap-mb", "0.0001")
 
 
+NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # what is not in a process is lost
+
+
 class Course:
     """The nodes of one run, which share a run directory."""
 
@@ -34,8 +39,23 @@ class Course:
         self.nodes, self.save_dir = nodes, nodes.folder / "run"
         self.words = [*WORDS, *words, "--join", tcp().url, "--min-ranks", 1, "--save-dir", self.save_dir]
 
-    def start(self, *words: object) -> Node:
-        return self.nodes.start(*self.words, *words)
+    def start(self, *words: object, environment: dict[str, str] | None = None) -> Node:
+        return self.nodes.start(*self.words, *words, environment=environment)
+
+    def follow(self, *words: object, environment: dict[str, str] | None = None) -> Node:
+        """Start a shadow, in slot 2, once two ranks train; it has the state then."""
+        self.wait_for(3)
+        shadow = self.start("--shadow", *words, environment=environment)
+        self.nodes.wait_until(lambda: self.states() > 0, "the shadow has the state")
+        return shadow
+
+    def states(self) -> int:
+        """How often the shadow in slot 2 has got the whole state."""
+        return self.log(2).count("got the state after step")
+
+    def shadow(self) -> int:
+        """The process that follows in slot 2."""
+        return int(re.findall(r"process (\d+) follows", self.log(2))[-1])
 
     def rows(self) -> list[dict[str, float]]:
         try:
@@ -92,20 +112,136 @@ def check_curve(course: Course, calm: dict[int, float]) -> None:
     assert worst <= TOLERANCE, f"{worst:.1e}"
 
 
+def takeovers(course: Course) -> list[dict[str, object]]:
+    return [event for event in course.events() if "takes over" in str(event.get("story"))]
+
+
+def regroups(course: Course) -> int:
+    return sum(event["event"] == "generation" for event in course.events())
+
+
 @pytest.mark.parametrize("words", [(), SHARDED], ids=["replicas", "owners"])
 def test_when_all_ranks_are_killed_the_run_goes_on_from_the_shadow(
     nodes: Nodes, calm: dict[int, float], words: tuple[str, ...]
 ) -> None:
-    course = Course(nodes, "--no-save", "--memory-interval-updates", 0, *words)
+    course = Course(nodes, *NO_STATE, *words)
     course.start("--ranks", 2)
-    course.wait_for(3)
-    course.start("--shadow")
-    nodes.wait_until(lambda: "got the state after step" in course.log(2), "the shadow has the state")
+    course.follow()
     course.wait_for(course.step() + 10)
     last = course.step()
     course.kill(0, 1)
     assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
     check_curve(course, calm)
-    taken = next(event for event in course.events() if "takes over" in str(event.get("story")))
+    (taken,) = takeovers(course)
     assert int(str(taken["step"])) >= last - 1, f"{taken} {last}\n{course.log(2)}"
     assert "lost" not in taken
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
+    nodes: Nodes, calm: dict[int, float], victim: int
+) -> None:
+    course = Course(nodes, *NO_STATE, *SHARDED)
+    course.start("--ranks", 2)
+    course.follow()
+    course.wait_for(course.step() + 10)
+    last = course.step()
+    course.kill(victim)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    (taken,) = takeovers(course)
+    assert int(str(taken["step"])) >= last - 1, f"{taken} {last}\n{course.log(2)}"
+
+
+def test_a_rank_that_is_killed_leaves_the_shadow_a_shadow(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE)
+    course.start("--ranks", 2)
+    course.follow()
+    course.wait_for(course.step() + 3)
+    course.kill(1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    assert not takeovers(course)
+    assert {tuple(row["slots"]) if "slots" in row else (0, 1) for row in course.rows()} <= {(0, 1), (0,)}
+
+
+def test_the_ranks_wait_for_a_stopped_shadow_in_no_phase(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE, "--throttle", "0:3,1:3")
+    course.start("--ranks", 2)
+    course.follow()
+    pid = course.shadow()
+    before = regroups(course)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        first = course.step()
+        course.wait_for(first + 25)
+        assert regroups(course) == before, nodes.story()  # nothing has happened
+        course.kill(1)  # and a regroup does not wait for it either
+        course.wait_for(course.step() + 10)
+        nodes.wait_until(lambda: regroups(course) >= before + 2, "rank 1 is back")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    asked = course.states()
+    nodes.wait_until(lambda: course.states() > asked, "the shadow has the state again")
+    course.wait_for(course.step() + 3)
+    last = course.step()
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    (taken,) = takeovers(course)
+    assert int(str(taken["step"])) >= last - 1, f"{taken} {last}\n{course.log(2)}"
+
+
+def test_the_death_of_a_shadow_costs_the_ranks_nothing(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE, "--throttle", "0:3,1:3")
+    course.start("--ranks", 2)
+    course.follow()
+    before, states = regroups(course), course.states()
+    os.kill(course.shadow(), signal.SIGKILL)
+    nodes.wait_until(lambda: course.states() > states, "its replacement has the state")
+    assert regroups(course) == before + 1  # for the replacement
+    course.wait_for(course.step() + 3)
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    assert len(takeovers(course)) == 1
+    rows = [row["step"] for row in course.rows()]
+    assert len(rows) - len(set(rows)) <= 2  # the last step before the takeover, at most
+
+
+PHASES = ["loading", "join", "follow_state", "follow", "optimizer"]
+
+
+def test_a_shadow_may_die_in_each_phase(nodes: Nodes, calm: dict[int, float]) -> None:
+    course, faults = Course(nodes, *NO_STATE, "--throttle", "0:5,1:5"), Faults()
+    for incarnation, phase in enumerate(PHASES):
+        faults = faults.kill(rank=2).at(phase=phase, incarnation=incarnation)
+    course.start("--ranks", 2)
+    diary = nodes.folder / "diary"
+    course.follow("--max-restarts", 10, environment={"HETSEQ_FAULTS": faults.diary(diary).text()})
+    nodes.wait_until(lambda: course.states() == 3, "the last one has the state")
+    kills = [json.loads(line) for line in diary.read_text().splitlines()]
+    assert [kill["phase"] for kill in kills] == PHASES
+    course.wait_for(course.step() + 3)
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    assert len(takeovers(course)) == 1
+
+
+def test_two_shadows_one_after_the_other(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE, "--max-restarts", 0)
+    course.start("--ranks", 2, "--throttle", "0:3,1:3")
+    course.follow("--throttle", "2:3")
+    course.start("--shadow")
+    nodes.wait_until(lambda: "got the state after step" in course.log(3), "the second shadow has the state")
+    course.wait_for(course.step() + 3)
+    course.kill(0, 1)
+    nodes.wait_until(lambda: len(takeovers(course)) == 1, "a shadow has taken over")
+    nodes.wait_until(lambda: "follows 1 ranks" in course.log(3), "the other one follows it")
+    course.wait_for(course.step() + 10)
+    course.kill(2)
+    codes = [ended.code for ended in nodes.finish()]
+    assert codes == [EXIT_DONE] * 3, nodes.story()
+    check_curve(course, calm)
+    assert len(takeovers(course)) == 2

@@ -64,6 +64,7 @@ class StreamDoor:
         except OSError:
             return None
         connection.setblocking(False)
+        socket_filter.free_connections(self.port)
         deadline, inbox = time.monotonic() + _PROOF_S, bytearray()
         try:
             fill(connection, inbox, _HELLO.size, deadline, begins_with=_MAGIC)
