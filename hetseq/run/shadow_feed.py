@@ -10,6 +10,7 @@ rank that knows of it says so in its row of the next commit, and all ranks see t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +26,8 @@ from hetseq.run.regroup import PendingWork
 from hetseq.run.shadow_outlet import Buffer, Following, Message, Outlet, StateMessage
 from hetseq.training.controller import Controller, TrainingState
 from hetseq.training.step_engine import StepResult
+
+logger = logging.getLogger(__name__)
 
 _SPARE = 1  # buffers beside those that wait
 _WAITING = 3  # buffers for each shadow: two that wait and one that is being sent
@@ -59,6 +62,7 @@ class ShadowFeed:
         self._buffers = [Buffer(torch.empty(0, dtype=torch.uint8)) for _ in range(count)]
         self._lineage = lineage  # after the last step
         self._staged: tuple[Buffer, list[Outlet]] | None = None
+        self._is_closed = False
         self._told: dict[str, Any] = {}  # the facts, as they were told last
         self._of_task: Any = None  # what a hook of the task can change, as it was before the hook
         hello = {
@@ -75,11 +79,6 @@ class ShadowFeed:
     def lacking(self) -> int:
         """A bit for each shadow that lacks the state and can take it, for the row of the next commit."""
         return sum(1 << outlet.place for outlet in self._outlets if outlet.wants_state())
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of steps that this rank has sent to all shadows."""
-        return sum(outlet.sent_bytes for outlet in self._outlets)
 
     def settle(self) -> None:
         """Wait until no part of the state is being copied."""
@@ -135,10 +134,15 @@ class ShadowFeed:
                     outlet.append(message, self._lineage)
 
     def close(self) -> None:
-        """End. What waits is still sent for a moment, by threads of their own; any rank, alone."""
+        """End. What waits is still sent for a moment, by threads of their own; may be called twice. Any rank, alone."""
         self._hook.remove()
         for outlet in self._outlets:
             outlet.close()
+            if outlet.sent_steps and not self._is_closed:
+                logger.info(
+                    "sent the shadow %s %d steps in %d bytes", outlet.shadow, outlet.sent_steps, outlet.sent_bytes
+                )  # fmt: skip
+        self._is_closed = True
 
     def _step(self, controller: Controller, due: PendingWork, before: Lineage, buffer: Buffer) -> Message:
         assert controller.last_update is not None

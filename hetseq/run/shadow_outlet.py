@@ -126,7 +126,7 @@ class Outlet:
         self, place: int, shadow: str, following: Following, hello: Header, *, rank: int, lineage: Lineage
     ) -> None:  # fmt: skip
         self.place, self.shadow = place, shadow
-        self.sent_bytes = 0  # of steps
+        self.sent_steps, self.sent_bytes = 0, 0  # all bytes but those of states
         self._following, self._hello, self._rank = following, hello, rank
         self._changed = threading.Condition()  # around all below
         self._waiting: deque[Message | StateMessage] = deque()
@@ -269,9 +269,9 @@ class Outlet:
                     for header, memory in message.frames():
                         send_frame(connection, header, [memory.numpy().data], is_wanted=self._is_wanted)
                 else:
-                    self.sent_bytes += send_frame(
-                        connection, message.header, message.content, is_wanted=self._is_wanted
-                    )  # fmt: skip
+                    size = send_frame(connection, message.header, message.content, is_wanted=self._is_wanted)
+                    self.sent_bytes += size
+                    self.sent_steps += message.header["kind"] == "step"
             finally:
                 self._drop(message)
 

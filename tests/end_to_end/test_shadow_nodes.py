@@ -29,18 +29,29 @@ WORDS = shlex.split(
 SHARDED = ("--shard-model", "state", "--own", "2,1", "--bucket-cap-mb", "0.0001")
 
 
+UNITS = 16_000
+GRADIENT_BYTES = 8 * (10 * UNITS + 1)
+WIDE = f"""
+import torch
+from tests.chaos.ledger_task import Ledger
+
+class Wide(Ledger):
+    def build_model(self):
+        return torch.nn.Sequential(torch.nn.Linear(8, {UNITS}), torch.nn.Tanh(), torch.nn.Linear({UNITS}, 1))
+"""
 NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # what is not in a process is lost
 
 
 class Course:
     """The nodes of one run, which share a run directory."""
 
-    def __init__(self, nodes: Nodes, *words: object) -> None:
+    def __init__(self, nodes: Nodes, *words: object, place: str | None = None) -> None:
         self.nodes, self.save_dir = nodes, nodes.folder / "run"
-        self.words = [*WORDS, *words, "--join", tcp().url, "--min-ranks", 1, "--save-dir", self.save_dir]
+        meeting = ["--join", place or tcp().url, "--min-ranks", 1]
+        self.words = [*WORDS, *words, *meeting, "--save-dir", self.save_dir]
 
-    def start(self, *words: object, environment: dict[str, str] | None = None) -> Node:
-        return self.nodes.start(*self.words, *words, environment=environment)
+    def start(self, *words: object, cold: bool = False, environment: dict[str, str] | None = None) -> Node:
+        return self.nodes.start(*self.words, *words, cold=cold, environment=environment)
 
     def follow(self, *words: object, environment: dict[str, str] | None = None) -> Node:
         """Start a shadow, in slot 2, once two ranks train; it has the state then."""
@@ -245,3 +256,18 @@ def test_two_shadows_one_after_the_other(nodes: Nodes, calm: dict[int, float]) -
     assert codes == [EXIT_DONE] * 3, nodes.story()
     check_curve(course, calm)
     assert len(takeovers(course)) == 2
+
+
+@pytest.mark.parametrize("words", [(), SHARDED[:4]], ids=["replicas", "owners"])
+def test_a_step_brings_the_shadow_the_bytes_of_its_gradient(nodes: Nodes, words: tuple[str, ...]) -> None:
+    task = nodes.folder / "wide_task.py"
+    task.write_text(WIDE)
+    course = Course(nodes, *NO_STATE, *words, "--task", f"{task}:Wide", "--max-update", 60)
+    course.start("--ranks", 2)
+    course.follow()
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    sent = [re.findall(r"sent the shadow 2.0 (\d+) steps in (\d+) bytes", course.log(rank))[-1] for rank in (0, 1)]
+    assert min(int(steps) for steps, _ in sent) > 10
+    more = sum(int(size) / int(steps) for steps, size in sent) / GRADIENT_BYTES - 1
+    print(f"{sent}: {more:.2%} more than the gradient")
+    assert 0 <= more <= 0.01
