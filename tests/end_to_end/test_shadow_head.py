@@ -1,4 +1,4 @@
-"""A shadow whose head node is gone becomes the head where the nodes meet in a directory; over TCP it saves its state."""
+"""A shadow whose head node is gone: where the nodes meet in a directory it becomes the head, over TCP it saves."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def _whole_norm(parts: Sequence[float]) -> float:
     """The root of the sum of squares of the parts, in rank order; a single part is returned unchanged. Uses only
     operations that IEEE 754 rounds in exactly one way."""
     largest = max(parts)
-    if sum(part != 0 for part in parts) < 2 or not math.isfinite(largest):
+    if sum(part != 0 for part in parts) < 2 or not all(map(math.isfinite, parts)):
         return sum(parts)  # a single non-zero part, or NaN or infinite
     return largest * math.sqrt(sum((part / largest) ** 2 for part in parts))
 
