@@ -55,6 +55,11 @@ class Replica:
         self._by_name = dict(trained)
         self._names = {parameter: name for name, parameter in self._by_name.items()}
 
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the parameters whose gradients are summed, in the order of `GradientSync.used`."""
+        return list(self._by_name)
+
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -24,6 +24,8 @@ from hetseq.cluster.rendezvous.byte_stream import FrameReader
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import DisagreementError
 from hetseq.parallel import portions as parts
+from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.layout import one_rank_each
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.portions import Piece
@@ -60,10 +62,11 @@ class Shadow:
         distributed = replace(
             job.config.distributed, shard_model="none", own="auto", own_memory=None, reduce_dtype=None, balance="equal"
         )  # fmt: skip
-        self._job = replace(job, config=replace(job.config, distributed=distributed))
-        self._shards_state = job.config.distributed.shard_model
+        data = replace(job.config.data, num_workers=0)  # none are fetched
+        self._job = replace(job, config=replace(job.config, distributed=distributed, data=data))
         self._replica: Replica = build_replica(self._job, closing)
         override(self._replica.optimizer, job.config.checkpoint)
+        #: by name, in the order of the ranks
         self._parameters = dict(trained_parameters(job.material.model))
         self._gradients: dict[str, Tensor] = {}
         self._pieces: dict[int, list[Piece]] = {}  # of a gradient, by the rank that sends them
@@ -127,6 +130,8 @@ class Shadow:
     def _answer(self, hello: Mapping[str, Any]) -> dict[str, Any]:
         """What a rank is told that has connected: which state this process has."""
         self._has_owners = bool(hello["has_owners"])
+        if hello["trained"] != list(self._parameters):
+            self._train(hello["trained"])
         self._pieces[int(hello["rank"])] = [Piece.from_record(record) for record in hello["pieces"]]
         told, own = Lineage(*hello["lineage"]), self.lineage
         if own is not None and (own.step > told.step or (own.step == told.step and own != told)):
@@ -134,6 +139,19 @@ class Shadow:
             self._has_state = False
         own = self.lineage
         return {"lineage": None if own is None else [own.step, own.chain]}
+
+    def _train(self, names: Sequence[str]) -> None:
+        """Expect gradients of these parameters: a task may have frozen some, or trains them from now on."""
+        model, before = self._job.material.model, self._replica
+        every = dict(model.named_parameters())
+        self._parameters = {name: every[name] for name in names}
+        self._gradients.clear()
+        self._replica = Replica(
+            model, before.optimizer, Gradients(list(self._parameters.values())),
+            BufferKeeper(model, LocalGroup()), before.task_state,
+        )  # fmt: skip
+        if self._has_state and self._controller is not None:
+            self._continue(self._controller.state)
 
     # what has arrived
 
@@ -176,7 +194,8 @@ class Shadow:
     def _begin_state(self, step: int) -> None:
         faults.point("follow_state")
         self._has_state, self._loading = False, (step, set())
-        self._replica.optimizer.state.clear()
+        for parameter in self._parameters.values():
+            self._replica.optimizer.state.pop(parameter, None)
 
     def _load_some(self, readers: dict[int, FrameReader]) -> bool:
         """Take a frame of the state from each rank that has one; the state is whole when all have sent their last."""
@@ -257,6 +276,8 @@ class Shadow:
         self._open = ExitStack()
         job = replace(self._job, group=LocalGroup(generation=self._generation))
         first, sizes = FirstState(state, self._provenance), micro_batch_sizes(job)
+        with self._replica.buffers.changing_alike():
+            job.material.task.update_step(state.updates)  # as each rank does at the start of a generation
         feed = build_feed(job, first, sizes, self._open)
         feed = replace(feed, steps=replace(feed.steps, layout=one_rank_each(self._world_size)))
         self._controller = build_controller(job, self._replica, first, feed, _NothingBetween(), sizes)

@@ -67,7 +67,7 @@ class ShadowFeed:
         self._of_task: Any = None  # what a hook of the task can change, as it was before the hook
         hello = {
             "kind": "hello", "rank": self._rank, "has_owners": replica.owned is not None,
-            "pieces": [piece.to_record() for piece in self._pieces],
+            "trained": replica.trained_names, "pieces": [piece.to_record() for piece in self._pieces],
         }  # fmt: skip
         self._hook = replica.optimizer.register_step_pre_hook(lambda *_: self.settle())
         self._outlets = [

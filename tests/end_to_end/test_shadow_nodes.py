@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.errors import EXIT_DONE
+from hetseq.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
 from hetseq.testing import Faults
 from tests.support.nodes import Node, Nodes, Stock
 from tests.support.places import tcp
@@ -271,3 +271,38 @@ def test_a_step_brings_the_shadow_the_bytes_of_its_gradient(nodes: Nodes, words:
     more = sum(int(size) / int(steps) for steps, size in sent) / GRADIENT_BYTES - 1
     print(f"{sent}: {more:.2%} more than the gradient")
     assert 0 <= more <= 0.01
+
+
+def test_a_shadow_that_is_asked_to_leave_leaves_alone(nodes: Nodes) -> None:
+    course = Course(nodes, *NO_STATE)
+    ranks = course.start("--ranks", 2)
+    shadow = course.follow()
+    before = regroups(course)
+    shadow.signal(signal.SIGTERM)
+    (ended,) = nodes.finish(shadow)
+    assert ended.code == EXIT_STOPPED, nodes.story()
+    assert "a shadow has left; the others continue" in ended.err
+    assert ranks.poll() is None
+    nodes.finish(ranks)
+    assert ranks.code == EXIT_DONE, nodes.story()
+    assert regroups(course) == before
+
+
+def test_a_shadow_that_is_the_first_node_is_refused(nodes: Nodes) -> None:
+    course = Course(nodes, *NO_STATE)
+    course.start("--shadow")
+    (ended,) = nodes.finish()
+    assert ended.code == EXIT_USAGE, nodes.story()
+    assert "is the first node, and --shadow follows the others" in ended.message
+
+
+def test_a_shadow_that_comes_before_the_ranks_have_begun_follows_them(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE)
+    head = course.start("--ranks", 2, "--min-ranks", 3)
+    nodes.wait_until_said(head, "1 missing")
+    shadow = course.start("--shadow", "--min-ranks", 3)
+    nodes.wait_until_said(shadow, "joins once they train")
+    other = course.start("--ranks", 1, "--min-ranks", 3, "--throttle", "2:5")
+    nodes.wait_until(lambda: "got the state after step" in course.log(3), "the shadow has the state")
+    assert [ended.code for ended in nodes.finish(head, other, shadow)] == [EXIT_DONE] * 3, nodes.story()
+    check_curve(course, calm)
