@@ -433,6 +433,11 @@ class DistributedConfig:
         metavar="N",
         basic=True,
     )
+    shadow: bool = node_option(
+        False,
+        "with --join: this node computes nothing; its one worker, on the CPU, follows the updates of the run, and"
+        " becomes a rank if no other node has the state any more",
+    )
     max_ranks: int | None = option(
         None, "with --join: refuse nodes with which the run would have more ranks", metavar="N"
     )
@@ -522,6 +527,7 @@ class DistributedConfig:
         return self.join or self.distributed_init_method
 
     def _check_meeting(self) -> None:
+        self._check_shadow()
         for name in ("join", "distributed_init_method"):
             url = getattr(self, name)
             if url is not None:
@@ -547,6 +553,14 @@ class DistributedConfig:
                 "--distributed-world-size and --distributed-rank contradict --join, which gives the ranks out: leave"
                 " them out (--ranks N says how many workers this node has)"
             )
+
+    def _check_shadow(self) -> None:
+        if not self.shadow:
+            return
+        if self.join is None:
+            raise ConfigError("--shadow follows a run that other nodes have begun: say where they meet with --join URL")
+        if self.distributed_gpus not in (None, 0, 1) or self.devices not in ((), ("cpu",)):
+            raise ConfigError("--shadow has one worker, on the CPU: leave --ranks and --devices out")
 
     def balance_weights(self) -> tuple[float, ...] | None:
         """The fixed weights of `--balance 5,2,1`, the first of several, or None for `auto` and `equal`."""

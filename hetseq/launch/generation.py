@@ -21,6 +21,7 @@ class Generation:
     succession: Regroup | None
     story: str = ""  # why the run regrouped
     lost: str = ""  # which part of the state is lost: all ranks begin from the newest one in memory or on disk
+    shadows: tuple[str, ...] = ()  # that follow it
     lost_s: float | None = None  # when the generation before it was over
     is_told: bool = False  # whether the story was logged; until then another generation may follow
     group: Group | None = None

@@ -64,6 +64,8 @@ def launch(config: Config, errand: Errand | None = None) -> Ending:
     Raises HetSeqError for errors before this node has joined the run.
     """
     config = _with_memory_of_environment(config)
+    if config.distributed.shadow:
+        _check_shadow(config, errand)
     is_inference = isinstance(errand, InferenceJob)
     seen = None if is_inference else _see(config.distributed)
     refusal = _refusal_of(config, errand)
@@ -100,6 +102,14 @@ def launch(config: Config, errand: Errand | None = None) -> Ending:
             replace(config, distributed=brief), devices, others=others, interface=interface, refusal=refusal
         ).run()  # fmt: skip
     raise refusal
+
+
+def _check_shadow(config: Config, errand: Errand | None) -> None:
+    """Refuse what a shadow cannot follow. Raises ConfigError."""
+    if errand is not None:
+        raise ConfigError("--shadow follows a task of hetseq train, not a script with a loop of its own: leave it out")
+    if config.data.data_by_host:
+        raise ConfigError("--shadow needs all of the data, and --data-by-host gives each host a part: leave one out")
 
 
 def _first_line(config: Config, devices: Sequence[str], *, is_run: bool) -> str:
@@ -220,6 +230,8 @@ def local_devices(config: DistributedConfig) -> list[str]:
 
     Raises ConfigError for a missing device and for contradictory options.
     """
+    if config.shadow:
+        return ["cpu"]
     if config.devices:
         return _named_devices(config)
     visible = 0 if config.cpu else visible_gpus()

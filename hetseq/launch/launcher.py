@@ -71,6 +71,7 @@ _SAVING_S = 60.0  # after one worker has stopped as requested, for the others to
 _SILENCE_S = 150.0  # of a coordinator, which sends a line every 10 s while it waits, and gives an ending run 90 s
 _TELLING_S = 3.0  # of a coordinator that this node only tells why it cannot take part
 _LOOK_S = 1.0  # between two checks for a request to leave
+_YIELD_S = 20.0  # of a shadow, in which the other nodes consider a head on another machine dead and elect one
 _ELECTION_S = 60.0  # a head on another machine is considered dead after 15 s without a sign of life
 _RESTARTS_S = 3600.0  # window in which restarts are counted
 #: records that are passed on to the workers they name, or to all
@@ -321,7 +322,7 @@ class Launcher:
             self._placements[slot] = Assignment(
                 slot, device, threads, crew, host=member.address, sources=sources, name=name,
                 key=member.key_of(name), incarnation=incarnation(slot, starts), starts=starts, is_replacement=is_late,
-                begun_s=self._begun_s,
+                is_shadow=self._config.distributed.shadow, begun_s=self._begun_s,
             )  # fmt: skip
             self._start_worker(self._placements[slot], self._pause)
         self._newest = membership.Record(0, tuple(incarnation(slot, 0) for slot in range(len(nodes))))
@@ -427,6 +428,9 @@ class Launcher:
         is_possible = watch.is_training and not member.is_head and bool(watch.running)
         if not is_possible or self._directory is None:
             return False
+        is_shadow = self._config.distributed.shadow and (self._config.distributed.join or "").startswith("file:")
+        if is_shadow and not any(worker.is_ready for worker in watch.running):
+            self._beside_ranks()
         meeting = self._meet_again()
         if meeting is not None and not meeting.is_head:
             meeting.close()
@@ -452,6 +456,12 @@ class Launcher:
         )  # fmt: skip
         member.become_head(hub, meeting, _tell)
         return True
+
+    def _beside_ranks(self) -> None:
+        """Let a node with ranks become the head, if there is one: its state is newer than the shadow's."""
+        _tell(f"the head node is gone: waiting {_YIELD_S:.0f} s for another node to lead the run")
+        with suppress(_Stopped):
+            self._pause(_YIELD_S)
 
     def _meet_again(self) -> Meeting | None:
         """Find the present head, new or old; None if there is none."""
@@ -507,7 +517,8 @@ class Launcher:
                 self._cut_short = f"stopped at once by a second signal ({name})"
             return
         self._asked_s = now_s
-        if not (self._has_begun and any(worker.is_ready for worker in self._workers)):
+        is_at_work = self._config.distributed.shadow or any(worker.is_ready for worker in self._workers)
+        if not (self._has_begun and is_at_work):
             self._cut_short = f"stopped by {name} {TOO_EARLY}"
             _stop_early(name)
             return

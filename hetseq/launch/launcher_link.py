@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from hetseq.cluster.membership.step_commit import Wish
-from hetseq.comm.group import Group
 from hetseq.errors import PeerLostError, RendezvousError
 from hetseq.launch.watchdog import Watchdog
 from hetseq.system.rank_phase import Stand
@@ -28,6 +27,18 @@ Record = dict[str, Any]
 _GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
 _RECORD_TIMEOUT_S = 7200.0  # plus --join-timeout, for which a run waits for newcomers; launchers end a round earlier
 _PATIENCE_S = 20.0  # asked for by a rank that is between two generations
+
+
+class Severable(Protocol):
+    """The connections of a generation."""
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def deadline_s(self) -> float: ...
+
+    def sever(self) -> None: ...
 
 
 class LauncherLink:
@@ -43,7 +54,7 @@ class LauncherLink:
         self._values: dict[str, str] = {}
         self._frozen = -1  # the newest generation that is over
         self._is_gone = False  # the launcher
-        self._group: Group | None = None
+        self._group: Severable | None = None
         self.pulse: Watchdog | None = None  # looks whether the training thread moves
         threading.Thread(target=self._listen, name="launcher-line", daemon=True).start()
 
@@ -86,8 +97,11 @@ class LauncherLink:
         """The launcher's request to the run, for the rows of commits."""
         return self._wish
 
-    def begin(self, generation: int, group: Group | None) -> None:
-        """Set the group that a freeze severs (None: not formed yet). Raises PeerLostError if the generation is over."""
+    def begin(self, generation: int, group: Severable | None) -> None:
+        """Set what a freeze severs: a group, or the links of a shadow (None: not formed yet).
+
+        Raises PeerLostError if the generation is over.
+        """
         self._group = group
         if generation <= self._frozen and group is not None:
             group.sever()
@@ -212,7 +226,7 @@ class NoLauncher:
     def wish(self) -> Wish:
         return Wish.NONE
 
-    def begin(self, generation: int, group: Group | None) -> None:
+    def begin(self, generation: int, group: Severable | None) -> None:
         pass
 
     def show(self, renew: Callable[[Stand], None]) -> None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -51,6 +51,9 @@ from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.regroup import KeptState, succession_by
 from hetseq.run.session import Session
+from hetseq.run.shadow import Shadow
+from hetseq.run.shadow_links import ShadowLinks
+from hetseq.run.shadow_outlet import Following
 from hetseq.run_directory import RunDirectory
 from hetseq.system import faults, gpu
 from hetseq.system import matmul_backend as products
@@ -170,13 +173,61 @@ class RankLife:
         generation = self.generation
         if self._placement.is_replacement:
             faults.point("join")
-            generation = self.generation = self._read(self._line_of_record(), None)
+            begun = self._follow() if self._placement.is_shadow else self._read(self._line_of_record(), None)
+            if begun is None:
+                message = "a shadow has left; the others continue, and the same command has it follow them again"
+                return {"code": EXIT_STOPPED, "message": message, "has_left": True}
+            generation = self.generation = begun
         while True:
             lost = yield from self._live(generation)
             if not isinstance(lost, str):
                 self._metrics.code = lost["code"]
                 return lost
             generation = self.generation = self._succeed(generation, lost)
+
+    def _follow(self) -> Generation | None:
+        """Follow the run as a shadow until this process is a rank; None if it was asked to leave before."""
+        line, placement, shadow = self._line, self._placement, None
+        assert isinstance(line, LauncherLink), "a shadow has a launcher"
+        told = line.await_record()
+        while True:
+            record, crew = Record.from_record(told["record"]), GenerationRanks.from_record(told["crew"])
+            if placement.incarnation in record.roster:
+                is_needed = shadow is not None and placement.incarnation not in record.fresh
+                return self._read(told, shadow.kept() if shadow is not None and is_needed else None)
+            if shadow is None:
+                alone = LocalGroup(generation=crew.generation)
+                job = RankJob(self._config, self._directory, alone, self._material, self._metrics)
+                shadow = Shadow(job, self._closing)
+            links = ShadowLinks(
+                self._following(crew, record.shadows), placement.incarnation, generation=crew.generation,
+                world_size=crew.world_size,
+            )  # fmt: skip
+            try:
+                with suppress(PeerLostError):  # the generation may be over already
+                    line.begin(crew.generation, links)
+                shadow.follow(
+                    links, generation=crew.generation, world_size=crew.world_size, is_leaving=self._is_leaving
+                )
+            finally:
+                links.close()
+            if self._is_leaving():
+                return None
+            faults.point("regroup")
+            report = Report(placement.incarnation, crew.generation, lineage=shadow.lineage, saved=shadow.saved)
+            told = line.report(report.to_record())
+
+    def _is_leaving(self) -> bool:
+        return bool(self._wish() & (Wish.LEAVE | Wish.STOP))
+
+    def _following(self, crew: GenerationRanks, shadows: Sequence[str]) -> Following:
+        """How the ranks of a generation and its shadows find each other."""
+        line, placement = self._line, self._placement
+        assert isinstance(line, LauncherLink)
+        return Following(
+            tuple(shadows), line.store(crew.generation), f"{placement.name}/{crew.generation}", placement.key,
+            placement.host, crew.addresses,
+        )  # fmt: skip
 
     def _live(self, generation: Generation) -> Engine[dict[str, Any] | str]:
         """Run one generation to its end; returns the report of this rank, or why another generation must follow.
@@ -346,6 +397,7 @@ class RankLife:
         job = RankJob(
             config, self._directory, generation.group, self._material, self._metrics, self._wish,
             generation.sharing, generation.crew.slots, generation.succession, self._placement.name or "alone",
+            self._following(generation.crew, generation.shadows) if generation.shadows else None,
         )  # fmt: skip
         session = build_session(job)
         self._line.show(session.status.renew)
@@ -392,7 +444,9 @@ class RankLife:
         if self._config.distributed.shard_model == "none":
             return report
         directory, saver = self._directory, None if session is None else session.saver
-        saver = carried.saver if saver is None and carried is not None else saver
+        last = 0 if saver is None else saver.last_step
+        if saver is None and carried is not None:
+            last = carried.saver.last_step
         images = tuple(
             Image(
                 one.plan, parse_lineage(one.identity.step, one.identity.lineage), one.identity.generation, one.parts,
@@ -400,7 +454,7 @@ class RankLife:
             )
             for one in images_here(directory.run_id, directory.path, start=self._placement.name or "alone")
         )  # fmt: skip
-        return replace(report, images=images, saved=0 if saver is None else saver.last_step)
+        return replace(report, images=images, saved=last)
 
     def _carry(self, generation: Generation, record: Record) -> KeptState | None:
         """The state that this rank keeps for the next generation; None if it will receive the state."""
@@ -425,7 +479,7 @@ class RankLife:
     def _read(self, told: dict[str, Any], carried: KeptState | None) -> Generation:
         """The generation that a record describes. Raises PeerLostError."""
         record, crew = Record.from_record(told["record"]), GenerationRanks.from_record(told["crew"])
-        return Generation(crew, succession_by(record, carried), told["story"], record.lost)
+        return Generation(crew, succession_by(record, carried), told["story"], record.lost, record.shadows)
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -47,6 +47,10 @@ class BufferKeeper:
         """Module and name of the buffers that forward has been seen to change, on any rank."""
         return [self._places[index][:2] for index in self._changing]
 
+    def places(self) -> list[tuple[torch.nn.Module, str]]:
+        """Module and name of all persistent buffers."""
+        return [place[:2] for place in self._places]
+
     @torch.no_grad()
     def send(self, shares: tuple[int, ...]) -> None:
         """Start summing the changes of this step; `shares` are the samples of all ranks. Collective."""

@@ -21,6 +21,8 @@ from hetseq.parallel.optimizer_trial import inner_optimizers, try_out, walk
 from hetseq.parallel.owned_gradients import Fragment, OwnedGradients
 from hetseq.parallel.state_move import Held, move
 
+_NO_CUT = -1  # of a whole state: no generation has cut it
+
 
 class OwnedState:
     """Connects an optimizer with the fragments of one rank.
@@ -47,6 +49,14 @@ class OwnedState:
         #: whether parameters may be cut anywhere
         self.is_elementwise = manner.is_elementwise
         self._common_keys = manner.common_keys
+
+    @classmethod
+    def of_whole(cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> OwnedState:
+        """What a rank holds that has all of the state, before a generation whose ranks own parts of it."""
+        owned = cls(optimizer, names)
+        owned.fragments = {name: Fragment(one, 0, one.numel(), one) for one, name in names.items() if one.numel()}
+        owned.part, owned.cut = (owned.part[1], owned.part[1]), _NO_CUT
+        return owned
 
     def group_of(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """The optimizer's group of each parameter of the model, also where this rank owns nothing of it."""
@@ -93,7 +103,7 @@ class OwnedState:
             for key, value in self.optimizer.state.get(one.owned, {}).items():
                 if not isinstance(value, torch.Tensor):
                     numbers[f"optim.{name}.{key}"] = value
-                elif self._is_divided(key, value, one.owned):
+                elif self.is_divided(key, value, one.owned):
                     tensors[f"optim.{name}.{key}"] = _slice_of(value.detach(), one)
                 else:
                     tensors[f"optim.{name}.{key}"] = value.detach()
@@ -108,7 +118,7 @@ class OwnedState:
             if name not in self._by_name or not self._by_name[name].numel():
                 continue
             one, key = self.fragments.get(name), full_name.rpartition(".")[2] if kind == "optim" else ""
-            is_divided = self._is_divided(key, like, self._by_name[name])
+            is_divided = self.is_divided(key, like, self._by_name[name])
             if one is None:
                 found[full_name] = []
             elif is_divided:
@@ -127,7 +137,7 @@ class OwnedState:
         if fragment is None:
             return
         is_slices = not isinstance(value, torch.Tensor) and isinstance(value, (list, tuple))
-        if is_slices or self._is_divided(key, value, fragment.parameter):
+        if is_slices or self.is_divided(key, value, fragment.parameter):
             value = _part_of(value, fragment)
             value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
         elif isinstance(value, torch.Tensor):
@@ -135,7 +145,7 @@ class OwnedState:
             value = value.to(fragment.owned.device) if value.dim() or is_fused else value
         self.optimizer.state[fragment.owned][key] = value
 
-    def _is_divided(self, key: str, value: Any, like: torch.Tensor) -> bool:
+    def is_divided(self, key: str, value: Any, like: torch.Tensor) -> bool:
         """Whether a value of the state has an element for each of the parameter's, of which `like` is all or a part."""
         is_alike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
         return is_alike and key not in self._common_keys
@@ -148,7 +158,7 @@ class OwnedState:
         whole = {index: dict(self.optimizer.state.get(one, {})) for one, index in self._places.items()}
         state = {
             index: {
-                key: _cut_out(value, fragment) if self._is_divided(key, value, fragment.parameter) else value
+                key: _cut_out(value, fragment) if self.is_divided(key, value, fragment.parameter) else value
                 for key, value in whole[index].items()
             }
             for index, fragment in reducer.own_fragments.items()

@@ -55,6 +55,11 @@ class Replica:
         self._by_name = dict(trained)
         self._names = {parameter: name for name, parameter in self._by_name.items()}
 
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the parameters whose gradients are summed, in the order of `GradientSync.used`."""
+        return list(self._by_name)
+
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -169,6 +174,12 @@ class Replica:
         sent, received = self.reducer.traffic()
         return OwnedBytes(self.owned.bytes(), sent, received, self.owned.planned_bytes)
 
+    def is_divided(self, key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+        """Whether a value of the optimizer's state has an element for each of what this rank holds of a parameter."""
+        if self.owned is not None:
+            return self.owned.is_divided(key, value, parameter)
+        return value.dim() > 0 and value.shape == parameter.shape
+
     def is_owner(self, rank: int) -> bool:
         """Whether a rank owns a part of the state that no other rank has."""
         return isinstance(self.reducer, OwnedGradients) and self.reducer.ownership.owned_by(rank) > 0
@@ -186,6 +197,15 @@ class Replica:
     def changed_by_forward(self) -> set[str]:
         """The names in `model_tensors` that an update does not touch: buffers and untrained parameters."""
         return self.model_tensors().keys() - {f"model.{name}" for name in self._names.values()}
+
+    def buffer_tensors(self, *, only_changing: bool = False) -> dict[str, torch.Tensor]:
+        """The persistent buffers by the names of `model_tensors`, live; or those that forward is known to change."""
+        places = self.buffers.changing() if only_changing else self.buffers.places()
+        if not places:
+            return {}
+        prefixes = {id(module): f"model.{name}." if name else "model." for name, module in self.model.named_modules()}
+        found = {f"{prefixes[id(module)]}{name}": module._buffers[name] for module, name in places}
+        return {name: buffer.detach() for name, buffer in found.items() if buffer is not None}
 
     def outlines(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Shapes and types of what was loaded; slices were read only of a checkpoint that fits (`wanted`)."""

@@ -58,7 +58,9 @@ def move(held: Mapping[int, Held], reducer: OwnedGradients, group: Group) -> tup
         known |= of_rank
     new = {
         index: dict(held[index].state)  # as it is
-        if index in held and (held[index].begin, held[index].end) == extent
+        if index in held
+        and (held[index].begin, held[index].end) == extent
+        and held[index].values.shape == reducer.own_fragments[index].owned.shape
         else _empty_state(known.get(index, {}), reducer, index)
         for index, extent in wanted.items()
     }

@@ -50,13 +50,15 @@ from hetseq.run.recipe import changes, recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, go_back, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, nothing_to_do, open_checkpoints, resume
 from hetseq.run.session import Session
+from hetseq.run.shadow_feed import ShadowFeed
+from hetseq.run.shadow_outlet import Following
 from hetseq.run.start_notes import log_again
 from hetseq.run.start_words import say_what_runs, say_what_the_batch_means, warn_of_batch_norm, warn_of_carried_state
 from hetseq.run.step_watch import StepWatch
 from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
-from hetseq.training.controller import Controller, RankContext, Recipe, StepFeed, TrainingState
+from hetseq.training.controller import Boundary, Controller, RankContext, Recipe, StepFeed, TrainingState
 from hetseq.training.device_memo import DeviceMemo
 from hetseq.training.lr_scaling import Course, scaled
 from hetseq.training.micro_batch_size import MicroBatchSizes
@@ -101,6 +103,7 @@ class RankJob:
     slots: tuple[int, ...] = ()
     succession: Regroup | None = None
     start: str = "start"  # identifies this start of the run
+    following: Following | None = None  # the shadows of the run
 
     @functools.cached_property
     def directory_group(self) -> DirectoryGroups:
@@ -134,15 +137,30 @@ class RankJob:
 
 
 @dataclass(frozen=True)
-class Start:
-    """The state that training begins with, and its source: the previous generation, a checkpoint, or neither."""
+class FirstState:
+    """The state that steps begin with."""
 
     state: TrainingState
     provenance: Provenance
+    parts: Sequence[tuple[str, int]] | None = None  # of the data, by rank, with --data-by-host
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state that training begins with, and its source: the previous generation, a checkpoint, or neither."""
+
+    first: FirstState
     saver: Saver
-    parts: Sequence[tuple[str, int]] | None  # of the data, by rank, with --data-by-host
     inherited: StartState | None = None
     beginning: Beginning | None = None
+
+    @property
+    def state(self) -> TrainingState:
+        return self.first.state
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.first.provenance
 
 
 @dataclass(frozen=True)
@@ -168,13 +186,13 @@ def build_session(job: RankJob) -> Session:
     """Build the session of one rank; collective. Raises HetSeqError for contradictory options and unreadable files."""
     with ExitStack() as undo, _patience(job, job.group), _patience(job, job.directory_group.group):
         replica = build_replica(job, undo)
-        sizes = _micro_batch_sizes(job)
+        sizes = micro_batch_sizes(job)
         validators = make_validators(job.config, job.material, sizes)
         check_best_metric(job.config.validation, validators, job.material)
         start = find_start(job, replica, undo)
-        feed = build_feed(job, start, sizes, undo)
-        reports = build_reports(job, replica, start, feed, validators)
-        controller = build_controller(job, replica, start, feed, reports, sizes)
+        feed = build_feed(job, start.first, sizes, undo)
+        reports = build_reports(job, replica, start, feed, validators, undo)
+        controller = build_controller(job, replica, start.first, feed, reports.boundary, sizes)
         begin(job, start, reports, controller)
         undo.pop_all()
     announce(job, start, feed, reports, controller)
@@ -207,7 +225,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     config = job.config
     asked = global_batch(config.data, job.group, job.layout)
     parts = parts_of_ranks(job.material, job.group) if config.data.data_by_host else None
-    provenance = _provenance(job, replica, asked, parts) if job.carried is None else job.carried.provenance
+    provenance = provenance_of(job, replica, asked, parts) if job.carried is None else job.carried.provenance
     inherited: StartState | None = None
     beginning: Beginning | None = None
     checkpoints = functools.partial(
@@ -237,7 +255,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
             _check_batch_of_join(config, is_explicit=is_explicit)
         if beginning is None:
             begin_alike_(job.material.model, job.group)
-        _override(replica.optimizer, config.checkpoint)
+        override(replica.optimizer, config.checkpoint)
     if images is not None:
         record = None if job.succession is None else job.succession.record
         images.keep_only(
@@ -251,10 +269,10 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     undo.callback(saver.close)
     if "meters" in state.resets:
         manager.keep_best_until(state.resets["meters"])
-    return Start(state, provenance, saver, parts, inherited, beginning)
+    return Start(FirstState(state, provenance, parts), saver, inherited, beginning)
 
 
-def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
+def build_feed(job: RankJob, start: FirstState, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
     """The plan of the steps, the loader of this rank's part of them, and the share policy."""
     config, rank, layout, carried = job.config, job.group.rank, job.layout, job.carried
     turns = weights_by_slot(config.distributed, layout.of_leaders(job.slots_of_ranks))
@@ -292,7 +310,7 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
 
 
 def build_reports(
-    job: RankJob, replica: Replica, start: Start, feed: Feed, validators: list[Validator]
+    job: RankJob, replica: Replica, start: Start, feed: Feed, validators: list[Validator], undo: ExitStack
 ) -> Reports:  # fmt: skip
     """Build what runs after each step: status, validation, saves, the comparison of replicas. Collective."""
     config, planner = job.config, feed.steps.planner
@@ -312,15 +330,22 @@ def build_reports(
         job.material.terms, job.metrics, rank=job.group.rank, most=most, group_of=feed.steps.layout.group_of,
         beside=job.material.terms_of_no_loss,
     )  # fmt: skip
+    hooks, shadows = TaskHooks(job.material.task, replica.task_state), None
+    if job.following is not None:
+        shadows = ShadowFeed(
+            job.following, replica, job.group, lineage=start.state.lineage, describe=start.saver.record_of,
+            facts=start.saver.facts, watches_task=hooks.is_used,
+        )  # fmt: skip
+        undo.callback(shadows.close)
     boundary = AfterStep(
         config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
-        replicas=replicas, watch=watch, hooks=TaskHooks(job.material.task, replica.task_state),
+        replicas=replicas, shadows=shadows, watch=watch, hooks=hooks,
     )  # fmt: skip
     return Reports(run_status, status, replicas, boundary)
 
 
 def build_controller(
-    job: RankJob, replica: Replica, start: Start, feed: Feed, reports: Reports, sizes: MicroBatchSizes
+    job: RankJob, replica: Replica, start: FirstState, feed: Feed, boundary: Boundary, sizes: MicroBatchSizes
 ) -> Controller:
     """One training step, and the loop."""
     config, material, loop = job.config, job.material, job.material.own_loop
@@ -332,7 +357,7 @@ def build_controller(
         noise_scale_every=config.optimization.noise_scale_every,
     )  # fmt: skip
     return Controller(
-        computer, job.group, feed=feed.steps, boundary=reports.boundary, state=start.state,
+        computer, job.group, feed=feed.steps, boundary=boundary, state=start.state,
         recipe=Recipe(
             config.optimization, _schedule(job, start, feed) if loop is None else None,
             late_counts={} if loop is None else loop.late_counts,
@@ -415,7 +440,7 @@ def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimi
     raise TaskError(f"{source} returned a {kind.__module__}.{kind.__qualname__}: expected a torch.optim.Optimizer")
 
 
-def _micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
+def micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
     """The micro-batch sizes that the options and earlier starts of this run allow on this rank."""
     config, device = job.config.data, job.material.device
     memo = DeviceMemo(job.directory, device)
@@ -458,9 +483,10 @@ def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> AtOnce | Non
     return AtOnce(most) if (most := cap.most_samples) else None
 
 
-def _provenance(
+def provenance_of(
     job: RankJob, replica: Replica, batch: GlobalBatch, parts: Sequence[tuple[str, int]] | None
 ) -> Provenance:  # fmt: skip
+    """The properties of this run that determine its result."""
     config, material = job.config, job.material
     return Provenance(
         task=type(material.task).__name__,
@@ -490,7 +516,7 @@ def _check_batch_of_join(config: Config, *, is_explicit: bool) -> None:
         )
 
 
-def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> None:
+def override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> None:
     """Apply --optimizer-overrides. Raises ConfigError for a setting that this optimizer does not have."""
     overrides = config.optimizer_override_values()
     unknown = sorted(set(overrides) - set(optimizer.defaults))
@@ -509,7 +535,7 @@ def _num_workers(asked: int, material: LoadedTask) -> int:
     return number if lanes_of(material.train) is None else min(1, number)
 
 
-def _schedule(job: RankJob, start: Start, feed: Feed) -> Callable[[int, int], float]:
+def _schedule(job: RankJob, start: FirstState, feed: Feed) -> Callable[[int, int], float]:
     config, batch = job.config, start.provenance.batch
     total = _total_steps(config, feed.steps.planner.n, batch, start.state)
     options = horizon.settled(config.optimization, start.state, total)

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,24 @@ class Saved:
     result: SaveResult
 
 
+@dataclass
+class KnownSaves:
+    """What a process knows of the run's saves that makes none itself: what a `Saver` of the run has told."""
+
+    last_step: int = 0
+    best: float | None = None
+    known: tuple[int, ...] = ()
+    owes: Underway | None = None
+    last_s: float = field(default_factory=time.monotonic)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> KnownSaves:
+        """The inverse of `Saver.facts`."""
+        owes = None if record["owes"] is None else Underway(**record["owes"])
+        return cls(record["last_step"], record["best"], tuple(record["known"]), owes)
+
+
 class Saver:
     """Decides when a checkpoint is due and has it written; one per rank, and all ranks save together.
 
@@ -101,14 +119,14 @@ class Saver:
         *,
         sharing: DirectoryGroups,
         images: Images | None = None,
-        before: Saver | None = None,
+        before: Saver | KnownSaves | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager, self._config, self._provenance, self._replica = manager, config, provenance, replica
         self._sharing, self._generation, self._now = sharing, sharing.whole.generation, now
         self._images = images
         self._making_s = 0.0  # on the slowest rank, of the newest image
-        self._last_s: float = now() if before is None else before._last_s
+        self._last_s: float = now() if before is None else before.last_s
         self._kept_s: float | None = None  # when a state was last kept in memory
         self._is_prepared = False
         self._has_said_too_large = False
@@ -126,6 +144,20 @@ class Saver:
     def owes(self) -> Underway | None:
         """The save that was under way when the generation ended, with its result unknown on every rank."""
         return self._underway or self.owed
+
+    @property
+    def last_s(self) -> float:
+        """When a save last began, on this process's clock."""
+        return self._last_s
+
+    def facts(self) -> dict[str, Any]:
+        """What this rank knows of the run's saves, as a JSON object."""
+        owes = None if self.owes is None else asdict(self.owes)
+        return {"last_step": self.last_step, "best": self.best, "known": list(self.known), "owes": owes}
+
+    def record_of(self, state: TrainingState, rows: Rows) -> dict[str, Any]:
+        """The record of a state, as in a checkpoint, without the numbers of the optimizer."""
+        return describe(state, self._provenance, {}, rows)
 
     def is_overdue(self) -> bool:
         """Rank zero's clock: --persistent-time-interval has passed since the last save, which is over."""

@@ -29,7 +29,16 @@ from hetseq.parallel.checksums import checksums
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica
-from hetseq.run.checkpointing import Provenance, Saver, Underway, batch_record, describe, read_state, saved_batch
+from hetseq.run.checkpointing import (
+    KnownSaves,
+    Provenance,
+    Saver,
+    Underway,
+    batch_record,
+    describe,
+    read_state,
+    saved_batch,
+)
 from hetseq.run.state_transfer import send_checkpoint
 from hetseq.system import faults
 from hetseq.training.controller import TrainingState
@@ -59,7 +68,7 @@ class KeptState:
     optimizer: torch.optim.Optimizer
     state: TrainingState
     provenance: Provenance
-    saver: Saver
+    saver: Saver | KnownSaves
     meter: CostMeter
     due: PendingWork | None = None  # interrupted
     rows: tuple[Row, ...] = ()  # the last ones, for a writer that lacks them

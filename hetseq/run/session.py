@@ -121,6 +121,7 @@ class Session:
         """
         self._is_suspended = True
         self._tell_of_images()
+        self.boundary.close()
         self.saver.close(is_hasty=True, has_failed=self.controller.replica.owned is not None and not is_leaving)
         self.controller.loader.close()
 
@@ -135,6 +136,7 @@ class Session:
         if self._is_open:
             self._is_open = False
             self._tell_of_images()
+            self.boundary.close()
             self.saver.close(has_failed=has_failed)
             if not (has_failed or self._is_suspended):
                 self.saver.forget_images()

@@ -41,6 +41,8 @@ PHASES = (
     "form",
     "transfer",
     "join",
+    "follow",
+    "follow_state",
 )
 
 #: kinds that end the process, at once or soon

@@ -43,7 +43,7 @@ class Phase(enum.IntEnum):
 
     STARTING, LOADING, MEETING, CONNECTING, BUILDING, DATA, COUNT, FORWARD_BACKWARD, REDUCE, COMMIT, UPDATE = range(11)
     BOUNDARY, COMPARING, VALIDATION, SAVING, REGROUPING, ENDING, SWEEPING = range(11, 18)
-    LOADING_DATA, MODEL, TRIAL, COMPILING, SCRIPT = range(18, 23)
+    LOADING_DATA, MODEL, TRIAL, COMPILING, SCRIPT, FOLLOWING = range(18, 24)
 
     @property
     def words(self) -> str:
@@ -74,9 +74,10 @@ _IN_WORDS = {
     Phase.SAVING: "saving a checkpoint",
     Phase.REGROUPING: "waiting for the next generation",
     Phase.ENDING: "ending",
+    Phase.FOLLOWING: "following the run as a shadow",
     Phase.SWEEPING: "evaluating, or predicting",
 }
-_FOR_OTHERS = (Phase.MEETING, Phase.CONNECTING, Phase.REGROUPING)
+_FOR_OTHERS = (Phase.MEETING, Phase.CONNECTING, Phase.REGROUPING, Phase.FOLLOWING)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
 from hetseq.errors import NonFiniteError
+from hetseq.parallel.replica import Replica
 from hetseq.system import faults
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
@@ -99,6 +100,10 @@ class Boundary(Protocol):
 
     def settle(self) -> None:
         """Wait until nothing copies the state any more: it is about to change. Any rank, alone."""
+        ...
+
+    def before_update(self, replica: Replica) -> None:
+        """The gradient of the step is whole and clipped, and the optimizer comes next. Any rank, alone; never waits."""
         ...
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
@@ -399,6 +404,7 @@ class Controller:
     def _update(self, outcome: Outcome, rate: float) -> None:
         self.replica.reducer.drop_unused_(outcome.used)
         self.replica.buffers.keep_()
+        self._boundary.before_update(self.replica)
         if self._learning_rate is not None:
             self.replica.set_learning_rate(rate)
         self.replica.update()
@@ -473,7 +479,17 @@ class Controller:
 
     # after the verdict
 
-    def _resolve(self, outcome: Outcome) -> StepResult:
+    def follow(self, rows: Words, outcome: Outcome, attempt: int) -> StepResult:
+        """Make the update of a step that the ranks of a run have committed, for a process that is none of them.
+
+        `.grad` is the gradient as the ranks have clipped it, `rows` are the rows of the commit.
+        """
+        self._clock.start()
+        self._rows = rows
+        self._held = HeldGradient(self._plan, attempt, (), self._rate(self._plan.epoch))
+        return self._resolve(outcome, is_clipped=True)
+
+    def _resolve(self, outcome: Outcome, *, is_clipped: bool = False) -> StepResult:
         """Apply the verdict to the held gradient. Nothing here waits for a peer, so a rank that loses a peer has either
         done all of it or not seen the verdict; an exception under way ends the process."""
         held, self._held = self._held, None
@@ -488,7 +504,8 @@ class Controller:
                 outcome = replace(outcome, norm=outcome.norm * correction)
             with phase("clip"):
                 faults.point("clip")
-                self._clip(outcome.norm, correction)
+                if not is_clipped:
+                    self._clip(outcome.norm, correction)
             with phase("optimizer"):
                 faults.point("optimizer")
                 self._update(outcome, held.rate)
@@ -523,6 +540,16 @@ class Controller:
         return StepResult(
             plan, outcome, held.counts, loss, held.rate, outcome.norm, seconds, work, shift, scale, state.best
         )  # fmt: skip
+
+    @property
+    def rows(self) -> Words:
+        """The rows of the last commit. Shape (world_size, words)."""
+        return self._rows
+
+    @property
+    def last_update(self) -> tuple[Tag, Verdict] | None:
+        """The last update that this controller has made."""
+        return self._last
 
     # when the generation is over
 

@@ -26,7 +26,8 @@ _MOST = 2**20  # ranks; a larger claim is nonsense, and enumerating its ranks wo
 class Claim:
     """What one launcher brings to the run: `rank` and `world_size` with fixed ranks, `min_ranks` with --join.
 
-    `max_ranks` (None: no limit) applies to --join only. The compatibility check ensures that all nodes agree.
+    `max_ranks` (None: no limit) applies to --join only. The compatibility check ensures that all nodes agree. A shadow
+    brings a worker that follows the run and is none of its ranks.
     """
 
     host: str
@@ -36,12 +37,15 @@ class Claim:
     world_size: int | None = None
     min_ranks: int | None = None
     max_ranks: int | None = None
+    is_shadow: bool = False
 
     def __post_init__(self) -> None:
         if type(self.host) is not str or not self.host.isprintable() or not 0 < len(self.host) <= _LONGEST_HOST:
             raise ValueError(f"no claim: {self.host!r} is no host name")
         _require_number("pid", self.pid, 1, 2**31)
         _require_number("workers", self.workers, 1, _MOST)
+        if self.is_shadow not in (True, False) or (self.is_shadow and (self.workers != 1 or self.min_ranks is None)):
+            raise ValueError("no claim: a shadow has one worker and comes with --join")
         if self.min_ranks is not None:
             _require_number("min_ranks", self.min_ranks, 1, _MOST)
             if self.rank is not None or self.world_size is not None:
@@ -61,7 +65,7 @@ class Claim:
     @classmethod
     def from_record(cls, record: object) -> Claim:
         """The claim in a record from a peer. Raises ValueError if it is not a valid one."""
-        names = {"host", "pid", "workers", "rank", "world_size", "min_ranks", "max_ranks"}
+        names = {"host", "pid", "workers", "rank", "world_size", "min_ranks", "max_ranks", "is_shadow"}
         if not isinstance(record, Mapping) or set(record) != names:
             raise ValueError(f"no claim: {str(record)[:200]}")
         return cls(**record)

@@ -77,6 +77,7 @@ class Assignment:
     incarnation: str = ""  # name of this process, never reused
     starts: int = 0  # number of earlier processes in this slot
     is_replacement: bool = False  # the run began without this process
+    is_shadow: bool = False  # it follows the run until it is needed as a rank
     faults: str = ""  # faults to inject on purpose (`faults`)
     begun_s: float = field(default_factory=time.monotonic)  # when the command began, on the clock of its machine
     started_by: str = field(default_factory=started_by)  # the command of HetSeq that started this one, "" for a user

@@ -29,7 +29,7 @@ from hetseq.cluster.membership.late_join import Latecomers
 from hetseq.cluster.membership.participants import TELL_EVERY_S, ParticipantPlace, Record, StartPhase
 from hetseq.cluster.membership.run_directory_discovery import FoundDirectories, choose_run_id
 from hetseq.cluster.membership.worker_roster import Crews, Site
-from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,9 @@ class Coordinator(Latecomers):
         if self.phase is not StartPhase.GATHERING:
             self._claim_early(member, claim, record)
             return
+        if claim.is_shadow:
+            self._claim_of_shadow(member, claim, record)
+            return
         new = self._member_of(claim, record)
         first = next(iter(self._members), None)
         if first is None:
@@ -193,6 +196,15 @@ class Coordinator(Latecomers):
             self._begin_reaching()
         else:
             self._next_word_s = self._now_s
+
+    def _claim_of_shadow(self, member: int, claim: Claim, record: Record) -> None:
+        """Have a shadow wait until the others train; the first node can't be one."""
+        if member != 0:
+            self._claim_early(member, claim, record)
+            return
+        text = f"{claim.host} is the first node, and --shadow follows the others: start a node without --shadow first"
+        self._end(Ending(EXIT_USAGE, text))
+        self._send(member, "ending", code=EXIT_USAGE, message=text)
 
     def _say_builds(self) -> None:
         builds = {member: self._members[member].build for member in self._order}
@@ -411,7 +423,7 @@ class Coordinator(Latecomers):
             self._begin_ending(is_polite=not record["cut_short"])
             self._members[member].is_heard = True
         else:
-            if record["cut_short"]:
+            if record["cut_short"] and self._crews.living & set(self._ranks(member)):
                 self._lost.append(f"{self._name(member)}: {record['cut_short']}")
                 record = {**record, "cut_short": ""}
             for rank in self._ranks(member):

@@ -89,7 +89,7 @@ def claim_of(config: DistributedConfig, workers: int) -> Claim:
     """The claim of this node, from its options."""
     host, pid = socket.gethostname(), os.getpid()
     if config.join is not None:
-        return Claim(host, pid, workers, None, None, config.min_ranks, config.max_ranks)
+        return Claim(host, pid, workers, None, None, config.min_ranks, config.max_ranks, config.shadow)
     return Claim(host, pid, workers, config.distributed_rank, config.distributed_world_size or workers, None)
 
 

@@ -126,6 +126,7 @@ class Record:
     costs: tuple[Cost | None, ...] = ()  # by rank, where known; they determine the shares
     is_last: bool = False  # too few ranks are left: save the state, and stop
     lost: str = ""  # which ranks owned a part of the state that no member holds any more, in words
+    shadows: tuple[str, ...] = ()  # processes that follow this generation without computing
     image: str = ""  # the plan of the image that the base is read from; all members are fresh
 
     @property
@@ -144,7 +145,8 @@ class Record:
             int(record["generation"]), tuple(map(str, record["roster"])), _lineage(record["base"]),
             _update(record["last"]), frozenset(map(str, record["fresh"])),
             tuple(map(_cost, record["costs"])),
-            bool(record["is_last"]), str(record.get("lost", "")), str(record.get("image", "")),
+            bool(record["is_last"]), str(record.get("lost", "")), tuple(map(str, record.get("shadows", ()))),
+            str(record.get("image", "")),
         )  # fmt: skip
 
 
@@ -154,29 +156,35 @@ def decide(
     newcomers: Collection[str] = (),
     *,
     order: Mapping[str, int],
+    shadows: Mapping[str, Report] | None = None,
 ) -> Record:
     """The generation after `newest`, from the reports of its surviving members and the newcomers.
 
+    `shadows` are the reports of the processes that followed the newest generation: where the members do not hold a
+    state together, the shadow that has followed furthest becomes a member, and all others receive its state.
+
     `order` gives the slot of each incarnation; ranks follow it. A member that has not reported for exactly this
-    generation has no place in the next, except as a newcomer. Raises SplitBrainError if two states are equally long
-    but differ or if the reported parts contradict each other, ValueError if no member would be left.
+    generation has no place in the next, except as a newcomer. Raises SplitBrainError if two states are equally long but
+    differ or if the reported parts contradict each other, ValueError if no member would be left.
     """
     voters = {name: reports[name] for name in newest.roster if name in reports}
     voters = {name: report for name, report in voters.items() if report.generation == newest.generation}
     roster = sorted({*voters, *newcomers}, key=lambda name: order[name])
-    if not roster:
-        raise ValueError(f"no member is left after generation {newest.generation}")
     record = Record(newest.generation + 1, tuple(roster), costs=_costs(roster, reports))
+    shadow = _furthest(shadows or {}, [*voters.values(), *(shadows or {}).values()], order)
+    if not (roster or shadow):
+        raise ValueError(f"no member is left after generation {newest.generation}")
     holders = [name for name, report in voters.items() if report.lineage is not None]
     if not holders:  # a generation that went back or began anew may have ended before any of its members did so
-        return _gone_back(newest, record, voters.values(), newest.lost)
+        return _led_by(record, shadow, reports, order) or _gone_back(newest, record, voters.values(), newest.lost)
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
     _check_parts([voters[name] for name in holders])
     survivors, missing = _whole_state({name: voters[name] for name in survivors})
     if missing:
         gone = [order[name] for name in newest.roster if name not in survivors]
-        return _gone_back(newest, record, voters.values(), _in_words(gone, missing))
+        back = _led_by(record, shadow, reports, order)
+        return back or _gone_back(newest, record, voters.values(), _in_words(gone, missing))
     return replace(record, base=base, last=last, fresh=frozenset(roster) - survivors)
 
 
@@ -189,6 +197,29 @@ def hold_base(record: Record, reports: Collection[Report]) -> bool:
         return any(image.plan == record.image for image in _whole_images(reports))
     donors = {report.incarnation: report for report in reports if report.incarnation in record.donors}
     return bool(donors) and not _whole_state(donors)[1]
+
+
+def _furthest(shadows: Mapping[str, Report], reports: Collection[Report], order: Mapping[str, int]) -> Report | None:
+    """The shadow with the longest lineage; None if there is a newer image or checkpoint, or no shadow with a state."""
+    saved = max((report.saved for report in reports), default=0)
+    kept = max((image.lineage.step for image in _whole_images(reports)), default=0)
+    held = {name: report.lineage.step for name, report in shadows.items() if report.lineage is not None}
+    name = max(held, key=lambda one: (held[one], -order[one]), default=None)
+    return None if name is None or held[name] < max(saved, kept) else shadows[name]
+
+
+def _led_by(
+    record: Record, shadow: Report | None, reports: Mapping[str, Report], order: Mapping[str, int]
+) -> Record | None:
+    """The record with a shadow as a member, from which all others receive the state; None without a shadow."""
+    if shadow is None:
+        return None
+    name = shadow.incarnation
+    roster = sorted({*record.roster, name}, key=lambda one: order[one])
+    return replace(
+        record, roster=tuple(roster), base=shadow.lineage, fresh=frozenset(roster) - {name},
+        costs=_costs(roster, reports),
+    )  # fmt: skip
 
 
 def _gone_back(before: Record, record: Record, reports: Collection[Report], lost: str) -> Record:

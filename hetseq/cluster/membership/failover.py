@@ -59,7 +59,7 @@ def orphaned_hub(
         orphans.host, orphans.pid, len(slots), orphans.address, 0, orphans.fields, "", orphans.path, place
     )  # fmt: skip
     site = Site(orphans.host, 0, 0, orphans.address)
-    sites = {slot_of(name): site for name in newest.roster} | dict.fromkeys(slots, site)
+    sites = {slot_of(name): site for name in (*newest.roster, *newest.shadows)} | dict.fromkeys(slots, site)
     crews = Crews.amid(
         newest, sites, orphans.presented, {**orphans.started, **orphans.starts}, min_ranks=enough, wait_s=wait_s,
         parts=orphans.parts,

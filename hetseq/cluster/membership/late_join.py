@@ -14,6 +14,7 @@ from hetseq.cluster.membership.admission import Claim, Seat
 from hetseq.cluster.membership.compatibility import difference
 from hetseq.cluster.membership.participants import Assembly, Participant, ParticipantPlace, Record, StartPhase
 from hetseq.cluster.membership.run_directory_discovery import FoundDirectories, choose_run_id
+from hetseq.cluster.membership.step_commit import MOST_SHADOWS
 from hetseq.cluster.membership.worker_roster import Crews, Site
 from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_STOPPED
@@ -34,6 +35,7 @@ class Latecomers(Assembly):
         self._run_name = ""
         self._run_id = ""
         self._late: set[int] = set()  # late members whose workers have yet to start
+        self._following: set[int] = set()  # members that bring a shadow
         self._early: dict[int, Record] = {}  # claims of nodes that came while the others were starting
 
     def go_on(
@@ -75,7 +77,10 @@ class Latecomers(Assembly):
         self._seats = [seat for seat in self._seats if not slots & set(seat.ranks)]
         self._seats.append(Seat(member, claim.host, claim.pid, first, claim.workers))
         self._late.add(member)
-        self._send(member, "tell", text=f"the run has begun; {claim.host} joins while it trains")
+        if claim.is_shadow:
+            self._following.add(member)
+        how = "follows it as a shadow" if claim.is_shadow else "joins while it trains"
+        self._send(member, "tell", text=f"the run has begun; {claim.host} {how}")
         self._send(member, "see", mark=self._places[0].mark)
 
     def _unseat(self, member: int, new: Participant) -> None:
@@ -106,9 +111,11 @@ class Latecomers(Assembly):
     def _find_slots(self, claim: Claim) -> tuple[int | None, str]:
         """The first slot for a claim, or None and the reason."""
         assert self._crews is not None
-        taken = self._crews.taken | {
-            slot for seat in self._seats if seat.member in self._late for slot in seat.ranks
-        }  # fmt: skip
+        late = {slot: seat.member for seat in self._seats if seat.member in self._late for slot in seat.ranks}
+        following = self._crews.shadows | {slot for slot, member in late.items() if member in self._following}
+        taken = self._crews.taken | following | late.keys()
+        if claim.is_shadow and len(following) >= MOST_SHADOWS:
+            return None, f"{MOST_SHADOWS} shadows follow this run, which is the most: stop one of them first"
         if claim.min_ranks is None:
             busy = sorted(taken & set(claim.ranks))
             if busy:
@@ -118,10 +125,10 @@ class Latecomers(Assembly):
                     " is gone (see status/ in the run directory), or stop that rank first"
                 )
             return claim.rank, ""
-        refusal = claim.too_many(len(taken))
+        refusal = None if claim.is_shadow else claim.too_many(len(taken - following))
         if refusal is not None:
             return None, refusal
-        first = 0
+        first = self._crews.next_slot if claim.is_shadow else 0
         while taken & set(range(first, first + claim.workers)) or self._cuts_a_node(first, claim.workers, taken):
             first += 1
         return first, ""
@@ -158,7 +165,8 @@ class Latecomers(Assembly):
         place.members.append(member)
         known.place = place
         site = Site(known.host, self._places.index(place), member, known.address)
-        starts = {slot: self._crews.seat(slot, site) for slot in seat.ranks}
+        is_shadow = member in self._following
+        starts = {slot: self._crews.seat(slot, site, is_shadow=is_shadow) for slot in seat.ranks}
         addresses = sorted({other.address for other in self._members.values() if not other.is_gone})
         self._send(
             member, "begin", name=self._run_name, first_rank=seat.first_rank, nodes=[], parts=[], path=place.path,

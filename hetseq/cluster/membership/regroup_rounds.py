@@ -8,6 +8,9 @@ too. All members are told to freeze. A live process answers at once, whatever it
 does not answer is stopped or cut off, so the round does not wait for it. Launchers acknowledge each record: a member
 that can send but not receive, as in a network cut in one direction, counts as silent. A member that is left out is
 fenced: its launcher ends the process before it can take part in anything again.
+
+Shadows follow a generation without being members: a round waits for their reports only if the members that are left do
+not hold the state together.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ class Generations:
 
     `slots` maps the first roster to its slots. With fewer than `min_ranks`, or without one of the data `parts` that the
     run began with (default: the parts of the first roster), the run waits for newcomers for at most `wait_s`, then
-    saves and stops. `part` and `home` give, for the current worker of a slot, the data part that it reads and its
-    node; workers on one node can most likely reach each other. `outbox` holds (incarnation, order) for the caller to
-    send, in order: `freeze`, `record`, `wish`, and `fence` for the launcher of a worker.
+    saves and stops. `shadows` are processes that follow the first record. `part` and `home` give, for the current
+    worker of a slot, the data part that it reads and its node; workers on one node can most likely reach each other.
+    `outbox` holds (incarnation, order) for the caller to send, in order: `freeze`, `record`, `wish`, and `fence` for
+    the launcher of a worker.
     """
 
     def __init__(
@@ -49,16 +53,19 @@ class Generations:
         home: Callable[[int], object] = lambda slot: slot,
         part: Callable[[int], object] = lambda slot: None,
         parts: Iterable[object] | None = None,
+        shadows: Iterable[str] = (),
     ) -> None:
         self.newest = first
         self.outbox: list[tuple[str, Order]] = []
         self.slots = dict(slots)  # of all members ever, including ended ones
         self._min_ranks, self._wait_s, self._home, self._part = min_ranks, wait_s, home, part
         self._parts = frozenset(map(part, self.slots.values()) if parts is None else parts)
-        self._alive = set(first.roster)
+        self._shadows = set(shadows)  # living processes that are to follow each generation
+        self._alive = set(first.roster) | self._shadows
         self._newcomers: list[str] = []  # ready to take part, in order of arrival
         self._expected: set[int] = set()  # slots whose replacement is being started
         self._reports: dict[str, Report] = {}
+        self._followed: dict[str, Report] = {}  # the reports of shadows, in the open round
         self._survivors: dict[str, Report] = {}  # from which the newest record was made
         self._patience: dict[str, float] = {}  # of members that have answered: deadline for their report
         self._unheard: dict[str, float] = {}  # of members that may lack the newest record: deadline to acknowledge it
@@ -109,12 +116,22 @@ class Generations:
     @property
     def lacking(self) -> int:
         """How many more ranks the run waits for; 0 if only a data part is missing."""
-        return max(0, self._min_ranks - len(self._reports) - len(self._newcomers))
+        return max(0, self._min_ranks - len(self._here()))
 
     @property
     def is_extinct(self) -> bool:
-        """Whether no worker is left or on the way."""
-        return not (self.members or self._newcomers or self._expected)
+        """Whether no worker is left or on the way, nor a shadow that may have the state."""
+        return not (self.members or self._newcomers or self._expected or self._hopes())
+
+    @property
+    def shadows(self) -> set[str]:
+        """The living shadows, whether they follow the newest generation yet or not."""
+        return set(self._shadows)
+
+    def _hopes(self) -> list[str]:
+        """The shadows that may have a state: those that follow this generation and have not denied it."""
+        following = self._shadows.intersection(self.newest.shadows)
+        return [name for name in sorted(following) if name not in self._followed or self._followed[name].lineage]
 
     @property
     def has_yielded(self) -> bool:
@@ -131,8 +148,12 @@ class Generations:
         name = report.incarnation
         if name not in self._alive:
             return
-        if report.generation < self.newest.generation and name in self.newest.roster:
+        is_shadow = name in self._shadows and name in self.newest.shadows
+        if report.generation < self.newest.generation and (is_shadow or name in self.newest.roster):
             self._send_record(name)  # it has not received the newest one
+        elif is_shadow and report.generation == self.newest.generation:
+            self._followed[name] = report
+            self._close_if_possible(now_s)
         elif report.generation == self.newest.generation and name in self.newest.roster:
             self._unheard.pop(name, None)
             self._reports[name] = report
@@ -171,6 +192,14 @@ class Generations:
         self._wish()
         self._close_if_possible(now_s)
 
+    def follows(self, name: str, slot: int) -> None:
+        """A new process is ready to follow the run as a shadow."""
+        if name not in self.slots:
+            self.slots[name] = slot
+            self._alive.add(name)
+            self._shadows.add(name)
+            self._wish()
+
     def stop(self, now_s: float) -> None:
         """All ranks are asked to stop: with too few ranks the run saves its state now, without waiting for more."""
         self._is_stopping = True
@@ -184,6 +213,10 @@ class Generations:
 
     def ended(self, name: str, now_s: float) -> None:
         """The process is gone."""
+        if name in self._shadows:
+            self._forget_shadow(name)
+            self._close_if_possible(now_s)
+            return
         was_alive = name in self._alive
         self._heard_s = now_s
         self._has_lost = self._has_lost or was_alive
@@ -208,8 +241,8 @@ class Generations:
         if self._began_s is None:
             return now_s + 60.0
         wait_until_s = self._began_s + self._wait_s
-        if missing := self._missing():
-            return max(self._due(name) for name in missing)  # nothing happens before the last of them
+        if awaited := self._missing() or self._silent_shadows():
+            return max(self._due(name) for name in awaited)  # nothing happens before the last of them
         return wait_until_s if self._is_waiting_for_more and wait_until_s > now_s else now_s + 60.0
 
     def _leave_the_deaf(self, now_s: float) -> None:
@@ -230,8 +263,12 @@ class Generations:
         if self._began_s is not None:
             return
         self._began_s, self._patience = now_s, {}
-        for name in self._missing():
+        for name in [*self._missing(), *self._silent_shadows()]:
             self.outbox.append((name, {"kind": "freeze", "generation": self.newest.generation}))
+
+    def _silent_shadows(self) -> list[str]:
+        """Shadows of this generation whose report may still come."""
+        return [name for name in self._hopes() if name not in self._followed]
 
     def _missing(self) -> list[str]:
         """Members whose report may still come."""
@@ -244,8 +281,14 @@ class Generations:
     @property
     def _is_waiting_for_more(self) -> bool:
         """Whether fewer than `min_ranks` would be left, or a part of the data would be on no rank."""
-        here = [*self._reports, *self._newcomers]
+        here = self._here()
         return len(here) < self._min_ranks or not self._parts <= {self._part(self.slots[name]) for name in here}
+
+    def _here(self) -> list[str]:
+        """Who would take part in the next generation, as far as is known."""
+        if self._followed_far():
+            return list(self._decide().roster)
+        return [*self._reports, *self._newcomers]
 
     def _close_if_possible(self, now_s: float) -> None:
         if self._began_s is None or any(now_s < self._due(name) for name in self._missing()):
@@ -253,6 +296,12 @@ class Generations:
         for name in self._missing():
             self._fence(name)
         self._drop_the_unreachable()
+        if not self._holds_state():
+            if any(now_s < self._due(name) for name in self._silent_shadows()):
+                return
+            for name in self._silent_shadows():  # it would continue a course that is given up
+                self.outbox.append((name, {"kind": "fence"}))
+                self._forget_shadow(name)
         has_state = self._has_state()
         if self._has_finished and not has_state:
             return
@@ -264,15 +313,33 @@ class Generations:
             return  # a moment later the standing is known: sure again, or overdue
         is_late = now_s >= self._began_s + self._wait_s or self.has_yielded or self._is_stopping
         is_last = self._is_waiting_for_more or self.has_yielded
-        if not (self._reports or self._newcomers) or (is_last and not is_late):
+        if not (self._reports or self._newcomers or has_state) or (is_last and not is_late):
             return
         self._close(now_s, is_last=is_last)
 
     def _has_state(self) -> bool:
-        """Whether the members that have reported hold a state together."""
+        """Whether the members that have reported hold a state together, or may go back to one in their memory, or a
+        shadow has one."""
+        return bool(self._reports or self._followed_far()) and self._decide().base is not None
+
+    def _holds_state(self) -> bool:
+        """Whether the members that have reported hold the newest state together."""
         if not self._reports:
             return False
-        return decide(self.newest, self._reports, self._newcomers, order=self.slots).base is not None
+        record = decide(self.newest, self._reports, order=self.slots)
+        return record.base is not None and not record.image
+
+    def _followed_far(self) -> dict[str, Report]:
+        """The reports of shadows that have a state."""
+        return {name: report for name, report in self._followed.items() if report.lineage is not None}
+
+    def _decide(self) -> Record:
+        return decide(self.newest, self._reports, self._newcomers, order=self.slots, shadows=self._followed_far())
+
+    def _forget_shadow(self, name: str) -> None:
+        self._shadows.discard(name)
+        self._alive.discard(name)
+        self._followed.pop(name, None)
 
     def _fence(self, name: str) -> None:
         self._has_lost = True
@@ -313,19 +380,22 @@ class Generations:
 
     def _close(self, now_s: float, *, is_last: bool) -> None:
         self._has_lost = False
-        record = decide(self.newest, self._reports, self._newcomers, order=self.slots)
-        self.newest = replace(record, is_last=is_last)
-        self._survivors = self._reports
-        self._reports, self._newcomers, self._began_s, self._has_wished = {}, [], None, False
+        record = self._decide()
+        self._shadows.difference_update(record.roster)
+        self.newest = replace(record, is_last=is_last, shadows=tuple(sorted(self._shadows)))
+        self._survivors = {**self._followed, **self._reports}
+        self._reports, self._followed, self._newcomers, self._began_s, self._has_wished = {}, {}, [], None, False
         self._unheard = dict.fromkeys(record.roster, now_s + HEARD_S)
-        for name in record.roster:
+        for name in [*record.roster, *self.newest.shadows]:
             self._send_record(name)
 
     def _send_record(self, name: str) -> None:
         self.outbox.append((name, {"kind": "record", "record": self.newest.to_record()}))
 
     def _wish(self) -> None:
-        """Have the members stop after a step to admit a newcomer; one is asked, and all see the wish in the commit."""
-        if self._began_s is None and self._newcomers and self.members and not self._has_wished:
+        """Have the members stop after a step to admit a newcomer or a shadow; one is asked, and all see the wish in the
+        commit."""
+        is_awaited = self._newcomers or not self._shadows.issubset(self.newest.shadows)
+        if self._began_s is None and is_awaited and self.members and not self._has_wished:
             self._has_wished = True
             self.outbox.append((self.members[0], {"kind": "wish", "generation": self.newest.generation}))

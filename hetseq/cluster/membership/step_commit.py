@@ -9,8 +9,10 @@ keep their bits), so any collective that moves integers can carry them.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -23,8 +25,12 @@ from hetseq.errors import DisagreementError
 
 Words = npt.NDArray[np.int64]
 
+#: that may follow a run: each has a bit in the rows
+MOST_SHADOWS = 8
+
 _INTEGERS = 9  # words of a row before the floats
 _FLOATS = 9  # measured values
+_LACKING = 16  # the first of those bits
 _OWNERS = 5  # words at the end of a row, where ranks own parts of the state
 
 
@@ -87,6 +93,7 @@ class SaveStatus:
     failed: bool = False  # this rank failed to write its part of the current checkpoint
     keep: bool = False  # the state after this step should stay in memory, for a restart after a kill
     sealed: bool = True  # the newest state in memory would be valid after the death of this rank, or of its node
+    lacking: int = 0  # a bit for each shadow that lacks the state, as far as this rank knows, and waits for it
     making_us: int = 0  # how long that state took to become so; sent if the format has owners
 
 
@@ -125,7 +132,7 @@ class RowFormat:
         seconds += [cost.fixed_s, cost.per_unit_s, cost.per_batch_s] if cost else [0.0, math.inf, 0.0]
         floats = [*seconds, row.partial.square, row.norm, *row.next_counts, *row.sums]
         flags = int(row.wish) | int(saving.save) << 8 | int(saving.writing) << 9 | int(saving.keep) << 10
-        flags |= int(saving.sealed) << 11 | int(saving.failed) << 12
+        flags |= int(saving.sealed) << 11 | int(saving.failed) << 12 | saving.lacking << _LACKING
         integers = [row.digest, int(row.vote), row.next_samples, flags, saving.nonce, row.partial.samples]
         integers += [measured.memory_bytes, measured.memory_limit_bytes, (cost and cost.batch) or 0]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
@@ -170,6 +177,7 @@ class RowFormat:
                 keep=bool(flags >> 10 & 1),
                 sealed=bool(flags >> 11 & 1),
                 failed=bool(flags >> 12 & 1),
+                lacking=flags >> _LACKING & (1 << MOST_SHADOWS) - 1,
                 making_us=making_us,
             ),
             partial=PartialGradient(samples, square),
@@ -190,6 +198,7 @@ class Outcome:
     nonce: int
     writing: bool  # some rank is still writing its part of the current checkpoint
     failed: tuple[int, ...]  # the ranks that failed to write their part of it
+    lacking: int  # a bit for each shadow to which all ranks send the state after this step
     keep: bool  # keep the state in memory; on all ranks it may replace the copy before the newest
     next_counts: tuple[float, ...] | None  # None unless every sample of the next step was counted
     rows: tuple[CommitRow, ...]
@@ -229,6 +238,7 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[i
         nonce=rows[0].saving.nonce,
         writing=any(row.saving.writing for row in rows),
         failed=tuple(rank for rank, row in enumerate(rows) if row.saving.failed),
+        lacking=functools.reduce(operator.or_, (row.saving.lacking for row in rows)),
         keep=rows[0].saving.keep and all(row.saving.sealed for row in rows),
         next_counts=add_in_rank_order([row.next_counts for row in leading]) if is_counted else None,
         rows=tuple(rows),
@@ -239,7 +249,7 @@ def _whole_norm(parts: Sequence[float]) -> float:
     """The root of the sum of squares of the parts, in rank order; a single part is returned unchanged. Uses only
     operations that IEEE 754 rounds in exactly one way."""
     largest = max(parts)
-    if sum(part != 0 for part in parts) < 2 or not math.isfinite(largest):
+    if sum(part != 0 for part in parts) < 2 or not all(map(math.isfinite, parts)):
         return sum(parts)  # a single non-zero part, or NaN or infinite
     return largest * math.sqrt(sum((part / largest) ** 2 for part in parts))
 

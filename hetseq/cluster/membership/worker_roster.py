@@ -7,6 +7,7 @@ for users.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from hetseq.cluster.membership.participants import TELL_EVERY_S
 from hetseq.cluster.membership.regroup_rounds import Generations
 from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.system.rank_phase import in_words
+
+logger = logging.getLogger(__name__)
 
 _TOGETHER_S = 5.0  # nodes asked to leave within this time leave together
 _FIRST_WORD_S = 2.0  # before the first message about missing ranks: a restarted worker is back by then
@@ -76,6 +79,8 @@ class Crews:
         #: the same step has crashed a second process, so it would crash all of them
         self.is_hopeless = False
         self._new: set[int] = set()  # slots that no worker had before
+        self._shadows: set[int] = set()  # slots whose worker follows the run, or will once it has loaded
+        self._ranked = set(sites)  # slots that a rank has had
         self._leaving: set[int] = set()  # slots that were asked to leave
         self._leave_s = math.inf  # when they leave, at the latest
         self._has_yielded = False
@@ -101,13 +106,16 @@ class Crews:
         """
         crews = cls(sites, presented, min_ranks=min_ranks, wait_s=wait_s)
         crews.parts = frozenset(parts)
-        names = {name: slot_of(name) for name in newest.roster}
+        names = {name: slot_of(name) for name in (*newest.roster, *newest.shadows)}
+        shadows = [name for name in newest.shadows if names[name] in presented]  # of this node
+        crews._shadows = {names[name] for name in shadows}
+        crews._ranked = {names[name] for name in newest.roster}
         crews._generations = Generations(
             newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of, part=crews._part_of.get,
-            parts=crews.parts,
+            parts=crews.parts, shadows=shadows,
         )  # fmt: skip
         crews._starts |= starts
-        for name in newest.roster:
+        for name in names:
             slot, _, count = name.partition(".")
             crews._starts[int(slot)] = max(int(count), crews._starts[int(slot)])
         return crews
@@ -138,25 +146,40 @@ class Crews:
         return {self._generations.slots[name] for name in self._generations.members}
 
     def counts(self, slots: Collection[int]) -> bool:
-        """Whether any of these slots is in the newest generation or taken."""
+        """Whether any of these slots is in the newest generation or taken by a rank."""
         newest = {self._generations.slots[name] for name in self._generations.newest.roster}
         return bool(set(slots) & (newest | self.taken))
 
     @property
+    def shadows(self) -> set[int]:
+        """The slots with a worker that follows the run, or will once it has loaded."""
+        return set(self._shadows)
+
+    @property
+    def next_slot(self) -> int:
+        """The first slot behind all that ranks have had so far."""
+        return 1 + max(self._ranked, default=-1)
+
+    @property
     def taken(self) -> set[int]:
-        """The slots with a worker that trains, waits to be admitted, or is being started."""
+        """The slots with a rank that trains, waits to be admitted, or is being started."""
         return (
             self.living | self._generations.expected | {self._generations.slots[n] for n in self._generations.waiting}
         )
 
-    def seat(self, slot: int, site: Site) -> int:
+    def seat(self, slot: int, site: Site, *, is_shadow: bool = False) -> int:
         """A late node starts a worker for this slot; returns the number of earlier starts."""
         starts = self._starts[slot] + 1 if slot in self._starts else 0
         if slot not in self._starts:
             self._new.add(slot)
         self._starts[slot], self._sites[slot], self._hosts[slot] = starts, site, site.host
         self._leaving.discard(slot)
-        self._generations.expect(slot)
+        self._shadows.discard(slot)
+        if is_shadow:
+            self._shadows.add(slot)
+        else:
+            self._ranked.add(slot)
+            self._generations.expect(slot)
         return starts
 
     def handle(self, slot: int, record: Mapping[str, Any], now_s: float) -> None:
@@ -191,8 +214,12 @@ class Crews:
         self._presented.setdefault(slot, fields)
         if PART in fields:  # may differ from the part of its predecessor
             self._part_of[slot] = fields[PART]
-        self._story.append(f"rank {slot} on {self._hosts[slot]} {word}")
         self.outbox.append((slot, "go", {"starts": starts}))
+        if slot in self._shadows:
+            self._story.append(f"{self._hosts[slot]} follows as a shadow")
+            self._generations.follows(incarnation(slot, starts), slot)
+            return
+        self._story.append(f"rank {slot} on {self._hosts[slot]} {word}")
         self._generations.arrived(incarnation(slot, starts), slot, now_s)
 
     def dismiss(self, slot: int, starts: int, why: str, now_s: float) -> None:
@@ -209,6 +236,7 @@ class Crews:
     def leave(self, slots: Collection[int], *, is_everybody: bool, now_s: float) -> None:
         """A node is asked to leave. Its ranks leave a little later, since a queue may take all nodes at the same time.
         With `is_everybody`, or if too few ranks or not all data parts would remain, all stop together."""
+        self._wish(self._shadows.intersection(slots), "LEAVE")
         self._leaving.update(slots)
         staying = self.living - self._leaving
         keeps_all = self.parts <= {self._part_of.get(slot) for slot in staying}
@@ -246,10 +274,11 @@ class Crews:
             self._story.append(how_it_ended(end, self._hosts))
             self._has_crashed = self._has_crashed or end.is_own_fault
         self._generations.heard_of(end.rank)
-        if is_restarting:
+        if is_restarting and end.rank not in self._shadows:
             self._generations.expect(end.rank)
         self._generations.ended(incarnation(end.rank, starts), now_s)
         if not is_restarting:
+            self._shadows.discard(end.rank)
             self._generations.do_not_expect(end.rank, now_s)
         self._pass_on(now_s)
 
@@ -257,6 +286,7 @@ class Crews:
         """The process in this slot is unreachable."""
         if slot in self.living or any(self._generations.slots[name] == slot for name in self._generations.waiting):
             self._story.extend([how] if how not in self._story else [])  # once per node, not per rank
+        self._shadows.discard(slot)
         self._generations.do_not_expect(slot, now_s)
         self._generations.ended(incarnation(slot, self._starts.get(slot, 0)), now_s)
         self._pass_on(now_s)
@@ -303,8 +333,12 @@ class Crews:
             if kind == "wish":
                 facts["what"] = "CHANGE"
             elif kind == "record":
+                if not has_record:
+                    story = self._note_promotion(story)
                 facts |= {"crew": self._crew().to_record(), "story": story, "started": sorted(self._starts.items())}
                 has_record = True
+            elif kind == "fence" and slot in self._shadows:
+                logger.debug("the shadow in slot %d is needed and silent: it is fenced", slot)
             elif kind == "fence":
                 where = self._where(name, now_s)
                 self._story.append(f"rank {slot} on {self._hosts[slot]} fell silent{where} [worker-silent]")
@@ -316,6 +350,14 @@ class Crews:
             self._story.clear()
             self._stands.clear()
             self._judge_crash()
+
+    def _note_promotion(self, story: str) -> str:
+        """The story with the shadow that the newest record has made a rank, if there is one."""
+        for slot in sorted(self._shadows & {self._generations.slots[name] for name in self._generations.newest.roster}):
+            self._shadows.discard(slot)
+            self._ranked.add(slot)
+            story = "; ".join(filter(None, (story, f"the shadow on {self._hosts[slot]} takes over as rank {slot}")))
+        return story
 
     def _where(self, name: str, now_s: float) -> str:
         """The last known phase of a process, as the end of a sentence; empty if its node has not reported one."""
@@ -354,5 +396,6 @@ class Crews:
         hosts = tuple(self._hosts[slot] for slot in slots)
         parts = tuple(sorted(tuple(part) for part in by_place.values()))
         is_only_node = len({self._sites[slot].node for slot in slots}) == 1
-        addresses = tuple(sorted({self._sites[slot].address for slot in slots}))
+        following = [self._generations.slots[name] for name in newest.shadows]
+        addresses = tuple(sorted({self._sites[slot].address for slot in (*slots, *following)}))
         return GenerationRanks(newest.generation, tuple(slots), hosts, parts, is_only_node, addresses)

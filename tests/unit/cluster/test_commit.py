@@ -211,7 +211,7 @@ def test_the_norm_is_that_of_all_parts(parts: tuple[float, ...], whole: float) -
     assert found == whole if len(set(parts) - {0.0}) < 2 else found == pytest.approx(whole, rel=1e-15)
 
 
-@pytest.mark.parametrize("parts", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.nan)])
+@pytest.mark.parametrize("parts", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.nan), (0.0, math.nan, math.nan)])
 def test_a_part_that_is_no_number_makes_the_norm_none(parts: tuple[float, ...]) -> None:
     assert not math.isfinite(resolve([replace(ROW, norm=part) for part in parts], next_samples=0).norm)
 

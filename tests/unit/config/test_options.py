@@ -638,6 +638,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "join": {"min_ranks": 2},
     "min_ranks": {"join": "tcp://node-1:29400"},
     "max_ranks": {"join": "tcp://node-1:29400", "min_ranks": 1},
+    "shadow": {"join": "tcp://node-1:29400", "min_ranks": 1},
     "own": {"shard_model": "state"},
     "own_memory": {"shard_model": "state"},
     "scale_lr": {"scale_lr_from": 64},

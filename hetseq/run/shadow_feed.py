@@ -1,0 +1,223 @@
+"""Shadow feed: what a rank sends, besides training, to the processes that follow its run.
+
+Responsible for one rank's part of it: copies of gradients and of the state, and their order (`run.shadow` is the other
+end, `run.shadow_outlet` sends). Refuses to wait: the training thread copies memory, and never looks at a connection. A
+step for which there is no room is not sent to a shadow, which lacks the state from then on.
+
+The one idea: a shadow that lacks the state gets it from all ranks after the same step, without a word among them: the
+rank that knows of it says so in its row of the next commit, and all ranks see the same rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetseq.cluster.membership.step_commit import Lineage, Verdict
+from hetseq.comm.group import Group
+from hetseq.parallel import portions as parts
+from hetseq.parallel.replica import Replica
+from hetseq.run.regroup import PendingWork
+from hetseq.run.shadow_outlet import Buffer, Following, Message, Outlet, StateMessage
+from hetseq.training.controller import Controller, TrainingState
+from hetseq.training.step_engine import StepResult
+
+logger = logging.getLogger(__name__)
+
+_SPARE = 1  # buffers beside those that wait
+_WAITING = 3  # buffers for each shadow: two that wait and one that is being sent
+
+Row = Mapping[str, Any]
+
+
+class ShadowFeed:
+    """The feed of one rank in one generation, which begins with the state of `lineage`.
+
+    `describe` gives the record of the state, with the last rows of `metrics.jsonl`; `facts` what a rank knows of saves.
+    `watches_task`: the task may change its state between two steps.
+    """
+
+    def __init__(
+        self,
+        following: Following,
+        replica: Replica,
+        group: Group,
+        *,
+        lineage: Lineage,
+        describe: Callable[[TrainingState, Sequence[Row]], dict[str, Any]],
+        facts: Callable[[], dict[str, Any]],
+        watches_task: bool,
+    ) -> None:
+        self._replica, self._rank = replica, group.rank
+        self._describe, self._facts, self._watches_task = describe, facts, watches_task
+        self._portions = parts.portions_of(replica, group)
+        self._pieces = parts.gradient_pieces(self._portions)
+        self._offsets, self._bytes = parts.offsets_of(self._pieces)
+        count = _SPARE + _WAITING * len(following.shadows)  # so that there is always a free one
+        self._buffers = [Buffer(torch.empty(0, dtype=torch.uint8)) for _ in range(count)]
+        self._lineage = lineage  # after the last step
+        self._staged: tuple[Buffer, list[Outlet]] | None = None
+        self._is_closed = False
+        self._told: dict[str, Any] = {}  # the facts, as they were told last
+        self._of_task: Any = None  # what a hook of the task can change, as it was before the hook
+        hello = {
+            "kind": "hello", "rank": self._rank, "has_owners": replica.owned is not None,
+            "trained": replica.trained_names, "pieces": [piece.to_record() for piece in self._pieces],
+        }  # fmt: skip
+        self._hook = replica.optimizer.register_step_pre_hook(lambda *_: self.settle())
+        self._outlets = [
+            Outlet(place, shadow, following, hello, rank=self._rank, lineage=lineage)
+            for place, shadow in enumerate(following.shadows)
+        ]
+
+    @property
+    def lacking(self) -> int:
+        """A bit for each shadow that lacks the state and can take it, for the row of the next commit."""
+        return sum(1 << outlet.place for outlet in self._outlets if outlet.wants_state())
+
+    def settle(self) -> None:
+        """Wait until no part of the state is being copied."""
+        for outlet in self._outlets:
+            outlet.settle()
+
+    def before_update(self) -> None:
+        """Copy the gradient, clipped and complete, for the shadows that can take this step."""
+        takers = [outlet for outlet in self._outlets if outlet.has_room()]
+        if not takers:
+            return
+        buffer = next(one for one in self._buffers if not one.users)
+        if buffer.memory.numel() != self._bytes:
+            buffer.memory = torch.empty(self._bytes, dtype=torch.uint8)
+        with torch.no_grad():
+            for one, piece, offset in zip(self._portions, self._pieces, self._offsets):
+                target = parts.view_of(buffer.memory, offset, piece)
+                if one.held.grad is None:
+                    target.zero_()
+                else:
+                    target.copy_(one.elements(one.held.grad))  # sync: a GPU's gradient comes to the host
+        self._staged = buffer, takers
+
+    def after_update(self, controller: Controller, result: StepResult, due: PendingWork) -> None:
+        """Have the step sent, before anything that follows from it is done. Every rank calls it."""
+        staged, self._staged = self._staged, None
+        before, self._lineage = self._lineage, controller.state.lineage
+        if staged is None and result.outcome.verdict is Verdict.SKIP:
+            staged = Buffer(torch.empty(0, dtype=torch.uint8)), [one for one in self._outlets if one.has_room()]
+        buffer, takers = (None, []) if staged is None else staged
+        for outlet in self._outlets:
+            if outlet not in takers:
+                outlet.lack(self._lineage)
+            elif not result.outcome.lacking >> outlet.place & 1 and buffer is not None:
+                outlet.append(self._step(controller, due, before, buffer), self._lineage)
+        if self._rank == 0:
+            self._of_task = self._changeable()
+
+    def after_step(self, controller: Controller, result: StepResult, rows: Sequence[Row]) -> None:
+        """Have the rest sent, when all that follows from the step is done, and the state to the shadows that lack it.
+
+        `rows` are the last ones of `metrics.jsonl`. Every rank calls it.
+        """
+        lacking = [outlet for outlet in self._outlets if result.outcome.lacking >> outlet.place & 1]
+        for outlet in lacking:
+            if outlet.can_take_state():
+                outlet.append_state(self._state(controller, rows), self._lineage)
+            else:
+                outlet.lack(self._lineage)
+        if self._rank == 0 and (message := self._what_followed(controller, rows)) is not None:
+            for outlet in self._outlets:
+                if not outlet.lacks_state and outlet not in lacking:
+                    outlet.append(message, self._lineage)
+
+    def close(self) -> None:
+        """End. What waits is still sent for a moment, by threads of their own; may be called twice. Any rank, alone."""
+        self._hook.remove()
+        for outlet in self._outlets:
+            outlet.close()
+            if outlet.sent_steps and not self._is_closed:
+                logger.info(
+                    "sent the shadow %s %d steps in %d bytes", outlet.shadow, outlet.sent_steps, outlet.sent_bytes
+                )  # fmt: skip
+        self._is_closed = True
+
+    def _step(self, controller: Controller, due: PendingWork, before: Lineage, buffer: Buffer) -> Message:
+        assert controller.last_update is not None
+        tag, verdict = controller.last_update
+        header: dict[str, Any] = {
+            "kind": "step", "step": tag.step, "attempt": tag.attempt, "verdict": int(verdict),
+            "before": [before.step, before.chain],
+        }  # fmt: skip
+        content = [buffer.memory.numpy().data] if verdict is Verdict.APPLY else []
+        if self._rank == 0:
+            row = {key: value for key, value in due.row.items() if key != "ranks"}
+            buffers = self._replica.buffer_tensors(only_changing=True) if verdict is Verdict.APPLY else {}
+            pieces = [parts.whole("model", name, value) for name, value in buffers.items()]
+            after = controller.state.lineage
+            header |= {
+                "after": [after.step, after.chain], "due": {**asdict(due), "row": row},
+                "train_seconds": controller.state.train_seconds, "buffers": [piece.to_record() for piece in pieces],
+            }  # fmt: skip
+            content += [controller.rows.data, _packed(pieces, list(buffers.values())).numpy().data]
+        return Message(header, content, buffer, before)
+
+    def _state(self, controller: Controller, rows: Sequence[Row]) -> StateMessage:
+        pieces, numbers = parts.state_pieces(self._replica, self._portions)
+        device = next(iter(self._replica.model.parameters())).device
+        header: dict[str, Any] = {"kind": "state", "step": self._lineage.step, "numbers": numbers}
+        if self._rank == 0:
+            changeable = self._replica.changed_by_forward()
+            common = {name: one for name, one in self._replica.model_tensors().items() if name in changeable}
+            tensors, task_state = self._replica.task_state.content()
+            content = {**self._describe(controller.state, rows), "task_state": task_state}
+            header |= {"content": content, "facts": self._facts()}
+            # the next forward may change these, before the copy has reached them
+            pieces += [(parts.whole("model", name, one), one.clone()) for name, one in common.items()]
+            pieces += [(parts.whole("task", name, one), one.clone()) for name, one in tensors.items()]
+        ready = None
+        if device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return StateMessage(header, pieces, ready)
+
+    def _what_followed(self, controller: Controller, rows: Sequence[Row]) -> Message | None:
+        """What has changed since the step, besides its update; None for nothing."""
+        state, step = controller.state, self._lineage.step
+        told = {
+            "best": state.best, "ended_by_task": state.ended_by_task, "facts": self._facts(),
+            "rows": [row for row in rows if row.get("step") == step and "loss" not in row],
+        }  # fmt: skip
+        is_task_changed = self._of_task != self._changeable()
+        if told == self._told and not is_task_changed and not self._watches_task:
+            return None
+        self._told = told
+        header: dict[str, Any] = {"kind": "after", "step": step, **told, "task_step": self._replica.task_state.step}
+        if not is_task_changed:
+            return Message(header)
+        tensors, header["task_state"] = self._replica.task_state.content()
+        buffers = self._replica.buffer_tensors()
+        pieces = [parts.whole("task", name, one) for name, one in tensors.items()]
+        pieces += [parts.whole("model", name, one) for name, one in buffers.items()]
+        header["pieces"] = [piece.to_record() for piece in pieces]
+        return Message(header, [_packed(pieces, [*tensors.values(), *buffers.values()]).numpy().data])
+
+    def _changeable(self) -> Any:
+        """What tells whether a hook of the task has changed its state or a buffer of the model."""
+        if not self._watches_task:
+            return None
+        tensors, record = self._replica.task_state.content()
+        live = [*tensors.values(), *self._replica.buffer_tensors().values()]
+        return record["learning_rate_factor"], record["values"], [(id(one), one._version) for one in live]
+
+
+def _packed(pieces: Sequence[parts.Piece], values: Sequence[Tensor]) -> Tensor:
+    """Copies of whole tensors in one memory."""
+    offsets, size = parts.offsets_of(pieces)
+    memory = torch.empty(size, dtype=torch.uint8)
+    with torch.no_grad():
+        for piece, offset, value in zip(pieces, offsets, values):
+            parts.view_of(memory, offset, piece).copy_(value.detach().reshape(-1))
+    return memory

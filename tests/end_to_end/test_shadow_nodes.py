@@ -1,0 +1,308 @@
+"""A shadow follows a run without computing; when all ranks that compute are killed, the run goes on from its state."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hetseq.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
+from hetseq.testing import Faults
+from tests.support.nodes import Node, Nodes, Stock
+from tests.support.places import tcp
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+TASK = Path(__file__).parents[1] / "chaos" / "ledger_task.py"
+STEPS, TOLERANCE = 120, 1e-11
+WORDS = shlex.split(
+    f"--cpu --task {TASK}:Ledger --global-batch-size 24 --lr 0.003 --lr-scheduler constant --optimizer adamw"
+    f" --weight-decay 0.01 --clip-norm 1 --precision fp64 --disable-validation --no-progress-bar --num-workers 0"
+    f" --max-update {STEPS}"
+)
+SHARDED = ("--shard-model", "state", "--own", "2,1", "--bucket-cap-mb", "0.0001")
+
+
+UNITS = 16_000
+GRADIENT_BYTES = 8 * (10 * UNITS + 1)
+WIDE = f"""
+import torch
+from tests.chaos.ledger_task import Ledger
+
+class Wide(Ledger):
+    def build_model(self):
+        return torch.nn.Sequential(torch.nn.Linear(8, {UNITS}), torch.nn.Tanh(), torch.nn.Linear({UNITS}, 1))
+"""
+NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # what is not in a process is lost
+
+
+class Course:
+    """The nodes of one run, which share a run directory."""
+
+    def __init__(self, nodes: Nodes, *words: object, place: str | None = None) -> None:
+        self.nodes, self.save_dir = nodes, nodes.folder / "run"
+        meeting = ["--join", place or tcp().url, "--min-ranks", 1]
+        self.words = [*WORDS, *words, *meeting, "--save-dir", self.save_dir]
+
+    def start(self, *words: object, cold: bool = False, environment: dict[str, str] | None = None) -> Node:
+        return self.nodes.start(*self.words, *words, cold=cold, environment=environment)
+
+    def follow(self, *words: object, environment: dict[str, str] | None = None) -> Node:
+        """Start a shadow, in slot 2, once two ranks train; it has the state then."""
+        self.wait_for(3)
+        shadow = self.start("--shadow", *words, environment=environment)
+        self.nodes.wait_until(lambda: self.states() > 0, "the shadow has the state")
+        return shadow
+
+    def states(self) -> int:
+        """How often the shadow in slot 2 has got the whole state."""
+        return self.log(2).count("got the state after step")
+
+    def shadow(self) -> int:
+        """The process that follows in slot 2."""
+        return int(re.findall(r"process (\d+) follows", self.log(2))[-1])
+
+    def rows(self) -> list[dict[str, float]]:
+        try:
+            lines = (self.save_dir / "metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        rows = []
+        with suppress(ValueError):  # a line that is being written
+            rows.extend(row for row in map(json.loads, lines) if "loss" in row)
+        return rows
+
+    def step(self) -> int:
+        return max((int(row["step"]) for row in self.rows()), default=0)
+
+    def wait_for(self, step: int) -> None:
+        self.nodes.wait_until(lambda: self.step() >= step, f"step {step}")
+
+    def log(self, slot: int) -> str:
+        path = self.save_dir / "log" / f"rank-{slot}.txt"
+        return path.read_text() if path.exists() else ""
+
+    def pids(self, *slots: int) -> list[int]:
+        return [json.loads((self.save_dir / "status" / f"rank-{slot}.json").read_text())["pid"] for slot in slots]
+
+    def kill(self, *slots: int) -> None:
+        for pid in self.pids(*slots):
+            os.kill(pid, signal.SIGKILL)
+
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in (self.save_dir / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The curve of one device."""
+    nodes = Nodes(stock, tmp_path_factory.mktemp("calm"))
+    try:
+        save_dir = nodes.folder / "run"
+        nodes.start(*WORDS, "--ranks", 1, "--save-dir", save_dir, "--no-save")
+        (ended,) = nodes.finish()
+        assert ended.code == EXIT_DONE, ended.err
+        rows = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    finally:
+        nodes.close()
+
+
+def check_curve(course: Course, calm: dict[int, float]) -> None:
+    mine = {int(row["step"]): row["loss"] for row in course.rows()}
+    assert mine.keys() == calm.keys()
+    wrong = [step for step in calm if abs(mine[step] - calm[step]) > TOLERANCE * abs(calm[step])]
+    assert not wrong, f"{wrong[:5]}\n{course.nodes.story()}\n{course.log(2)}"
+    worst = max(abs(mine[step] - calm[step]) / abs(calm[step]) for step in calm)
+    assert worst <= TOLERANCE, f"{worst:.1e}"
+
+
+def takeovers(course: Course) -> list[dict[str, object]]:
+    return [event for event in course.events() if "takes over" in str(event.get("story"))]
+
+
+def regroups(course: Course) -> int:
+    return sum(event["event"] == "generation" for event in course.events())
+
+
+@pytest.mark.parametrize("words", [(), SHARDED], ids=["replicas", "owners"])
+def test_when_all_ranks_are_killed_the_run_goes_on_from_the_shadow(
+    nodes: Nodes, calm: dict[int, float], words: tuple[str, ...]
+) -> None:
+    course = Course(nodes, *NO_STATE, *words)
+    course.start("--ranks", 2)
+    course.follow()
+    course.wait_for(course.step() + 10)
+    last = course.step()
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    (taken,) = takeovers(course)
+    assert int(str(taken["step"])) >= last - 1, f"{taken} {last}\n{course.log(2)}"
+    assert "lost" not in taken
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
+    nodes: Nodes, calm: dict[int, float], victim: int
+) -> None:
+    course = Course(nodes, *NO_STATE, *SHARDED)
+    course.start("--ranks", 2)
+    course.follow()
+    course.wait_for(course.step() + 10)
+    last = course.step()
+    course.kill(victim)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    (taken,) = takeovers(course)
+    assert int(str(taken["step"])) >= last - 1, f"{taken} {last}\n{course.log(2)}"
+
+
+def test_a_rank_that_is_killed_leaves_the_shadow_a_shadow(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE)
+    course.start("--ranks", 2)
+    course.follow()
+    course.wait_for(course.step() + 3)
+    course.kill(1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    assert not takeovers(course)
+    assert {tuple(row["slots"]) if "slots" in row else (0, 1) for row in course.rows()} <= {(0, 1), (0,)}
+
+
+def test_the_ranks_wait_for_a_stopped_shadow_in_no_phase(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE, "--throttle", "0:3,1:3")
+    course.start("--ranks", 2)
+    course.follow()
+    pid = course.shadow()
+    before = regroups(course)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        first = course.step()
+        course.wait_for(first + 25)
+        assert regroups(course) == before, nodes.story()  # nothing has happened
+        course.kill(1)  # and a regroup does not wait for it either
+        course.wait_for(course.step() + 10)
+        nodes.wait_until(lambda: regroups(course) >= before + 2, "rank 1 is back")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    asked = course.states()
+    nodes.wait_until(lambda: course.states() > asked, "the shadow has the state again")
+    course.wait_for(course.step() + 3)
+    last = course.step()
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    (taken,) = takeovers(course)
+    assert int(str(taken["step"])) >= last - 1, f"{taken} {last}\n{course.log(2)}"
+
+
+def test_the_death_of_a_shadow_costs_the_ranks_nothing(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE, "--throttle", "0:3,1:3")
+    course.start("--ranks", 2)
+    course.follow()
+    before, states = regroups(course), course.states()
+    os.kill(course.shadow(), signal.SIGKILL)
+    nodes.wait_until(lambda: course.states() > states, "its replacement has the state")
+    assert regroups(course) == before + 1  # for the replacement
+    course.wait_for(course.step() + 3)
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    assert len(takeovers(course)) == 1
+    rows = [row["step"] for row in course.rows()]
+    assert len(rows) - len(set(rows)) <= 2  # the last step before the takeover, at most
+
+
+PHASES = ["loading", "join", "follow_state", "follow", "optimizer"]
+
+
+def test_a_shadow_may_die_in_each_phase(nodes: Nodes, calm: dict[int, float]) -> None:
+    course, faults = Course(nodes, *NO_STATE, "--throttle", "0:5,1:5"), Faults()
+    for incarnation, phase in enumerate(PHASES):
+        faults = faults.kill(rank=2).at(phase=phase, incarnation=incarnation)
+    course.start("--ranks", 2)
+    diary = nodes.folder / "diary"
+    course.follow("--max-restarts", 10, environment={"HETSEQ_FAULTS": faults.diary(diary).text()})
+    nodes.wait_until(lambda: course.states() == 3, "the last one has the state")
+    kills = [json.loads(line) for line in diary.read_text().splitlines()]
+    assert [kill["phase"] for kill in kills] == PHASES
+    course.wait_for(course.step() + 3)
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    assert len(takeovers(course)) == 1
+
+
+def test_two_shadows_one_after_the_other(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE, "--max-restarts", 0)
+    course.start("--ranks", 2, "--throttle", "0:3,1:3")
+    course.follow("--throttle", "2:3")
+    course.start("--shadow")
+    nodes.wait_until(lambda: "got the state after step" in course.log(3), "the second shadow has the state")
+    course.wait_for(course.step() + 3)
+    course.kill(0, 1)
+    nodes.wait_until(lambda: len(takeovers(course)) == 1, "a shadow has taken over")
+    nodes.wait_until(lambda: "follows 1 ranks" in course.log(3), "the other one follows it")
+    course.wait_for(course.step() + 10)
+    course.kill(2)
+    codes = [ended.code for ended in nodes.finish()]
+    assert codes == [EXIT_DONE] * 3, nodes.story()
+    check_curve(course, calm)
+    assert len(takeovers(course)) == 2
+
+
+@pytest.mark.parametrize("words", [(), SHARDED[:4]], ids=["replicas", "owners"])
+def test_a_step_brings_the_shadow_the_bytes_of_its_gradient(nodes: Nodes, words: tuple[str, ...]) -> None:
+    task = nodes.folder / "wide_task.py"
+    task.write_text(WIDE)
+    course = Course(nodes, *NO_STATE, *words, "--task", f"{task}:Wide", "--max-update", 60)
+    course.start("--ranks", 2)
+    course.follow()
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    sent = [re.findall(r"sent the shadow 2.0 (\d+) steps in (\d+) bytes", course.log(rank))[-1] for rank in (0, 1)]
+    assert min(int(steps) for steps, _ in sent) > 10
+    more = sum(int(size) / int(steps) for steps, size in sent) / GRADIENT_BYTES - 1
+    print(f"{sent}: {more:.2%} more than the gradient")
+    assert 0 <= more <= 0.01
+
+
+def test_a_shadow_that_is_asked_to_leave_leaves_alone(nodes: Nodes) -> None:
+    course = Course(nodes, *NO_STATE)
+    ranks = course.start("--ranks", 2)
+    shadow = course.follow()
+    before = regroups(course)
+    shadow.signal(signal.SIGTERM)
+    (ended,) = nodes.finish(shadow)
+    assert ended.code == EXIT_STOPPED, nodes.story()
+    assert "a shadow has left; the others continue" in ended.err
+    assert ranks.poll() is None
+    nodes.finish(ranks)
+    assert ranks.code == EXIT_DONE, nodes.story()
+    assert regroups(course) == before
+
+
+def test_a_shadow_that_is_the_first_node_is_refused(nodes: Nodes) -> None:
+    course = Course(nodes, *NO_STATE)
+    course.start("--shadow")
+    (ended,) = nodes.finish()
+    assert ended.code == EXIT_USAGE, nodes.story()
+    assert "is the first node, and --shadow follows the others" in ended.message
+
+
+def test_a_shadow_that_comes_before_the_ranks_have_begun_follows_them(nodes: Nodes, calm: dict[int, float]) -> None:
+    course = Course(nodes, *NO_STATE)
+    head = course.start("--ranks", 2, "--min-ranks", 3)
+    nodes.wait_until_said(head, "1 missing")
+    shadow = course.start("--shadow", "--min-ranks", 3)
+    nodes.wait_until_said(shadow, "joins once they train")
+    other = course.start("--ranks", 1, "--min-ranks", 3, "--throttle", "2:5")
+    nodes.wait_until(lambda: "got the state after step" in course.log(3), "the shadow has the state")
+    assert [ended.code for ended in nodes.finish(head, other, shadow)] == [EXIT_DONE] * 3, nodes.story()
+    check_curve(course, calm)

@@ -1,0 +1,118 @@
+"""What a shadow follows besides parameters: buffers, the state of the task, the learning rate, skipped steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hetseq.errors import EXIT_DONE
+from tests.end_to_end.test_shadow_nodes import NO_STATE, TOLERANCE, WORDS, Course, takeovers
+from tests.support.nodes import Nodes, Stock
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+#: the loss depends on a buffer that forward changes, on one that a hook changes, on a factor of the learning rate that
+#: follows from the task's own state, and on a parameter without a gradient in most steps; one sample is not finite
+TASK = """
+import torch
+from tests.chaos.ledger_task import SAMPLES, Ledger
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(8, 32), torch.nn.Linear(32, 1)
+        self.rare = torch.nn.Parameter(torch.ones(1))
+        self.frozen = torch.nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("hooked", torch.zeros(1))
+
+    def forward(self, x):
+        out = self.other(torch.tanh(self.one(x * self.frozen - self.mean))) + self.hooked
+        if self.training and len(x):
+            self.mean += 0.1 * (x.detach().mean(0) - self.mean)
+        return out
+
+class Busy(Ledger):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.losses, self.average = [], torch.zeros(3, dtype=torch.float64)
+
+    def load_dataset(self, split):
+        data = super().load_dataset(split)
+        data[200]["x"] = data[200]["x"] + float("inf")
+        return data
+
+    def build_model(self):
+        return Model()
+
+    def loss(self, model, sample):
+        sums = super().loss(model, sample)
+        few = sample["x"][sample["number"] < 2**36].nan_to_num(posinf=0.0)
+        if len(few):
+            sums["loss"] = sums["loss"] + 0.01 * (model.rare * few.sum(1)).sum()
+        return sums
+
+    def after_step(self, step):
+        if step.loss is None:
+            return
+        self.losses = [*self.losses[-2:], step.loss]
+        self.average += torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64) * step.loss
+        self.learning_rate_factor = 1.0 if sum(self.losses) / len(self.losses) < 2.0 else 0.5
+        step.model.hooked += 0.001 * float(self.average[1])
+
+    def state_dict(self):
+        return {"losses": self.losses, "average": self.average}
+
+    def load_state_dict(self, state):
+        self.losses, self.average = list(state["losses"]), state["average"]
+"""
+SCHEDULE = ("--lr-scheduler", "polynomial", "--warmup-updates", 10, "--optimizer", "sgd", "--momentum", 0.9)
+
+
+def of(nodes: Nodes) -> tuple[object, ...]:
+    """The options of the task in a file of these nodes."""
+    task = nodes.folder / "busy_task.py"
+    task.write_text(TASK)
+    return ("--task", f"{task}:Busy", "--lr", 0.02, *SCHEDULE)
+
+
+@pytest.fixture(scope="module")
+def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float | None, float]]:
+    """Loss and learning rate of each step on one device."""
+    nodes = Nodes(stock, tmp_path_factory.mktemp("calm"))
+    try:
+        save_dir = nodes.folder / "run"
+        nodes.start(*WORDS, *of(nodes), "--ranks", 1, "--save-dir", save_dir, "--no-save")
+        (ended,) = nodes.finish()
+        assert ended.code == EXIT_DONE, ended.err
+        rows = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+        return {row["step"]: (row["loss"], row["lr"]) for row in rows if "loss" in row}
+    finally:
+        nodes.close()
+
+
+@pytest.mark.parametrize("words", [(), ("--shard-model", "state")], ids=["replicas", "owners"])
+def test_a_shadow_follows_all_that_the_next_step_depends_on(
+    nodes: Nodes, calm: dict[int, tuple[float | None, float]], words: tuple[str, ...]
+) -> None:
+    assert any(loss is None for loss, _ in calm.values()), "a step was skipped"
+    assert len({rate for _, rate in calm.values()}) > 100
+    course = Course(nodes, *NO_STATE, *of(nodes), *words, "--balance", "5,3,4")
+    course.start("--ranks", 2)
+    course.follow()
+    skipped = [step for step, (loss, _) in calm.items() if loss is None]
+    first = course.step()
+    nodes.wait_until(lambda: any(first + 2 < step < course.step() - 2 for step in skipped), "a skipped step")
+    last = course.step()
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    mine = {int(row["step"]): (row["loss"], row["lr"]) for row in course.rows()}
+    assert mine.keys() == calm.keys()
+    for step, (loss, rate) in calm.items():
+        found, found_rate = mine[step]
+        assert (found is None) == (loss is None), step
+        assert found_rate == rate, f"step {step} after {takeovers(course)}\n{course.log(2)}"
+        assert loss is None or abs(found - loss) <= TOLERANCE * abs(loss), f"step {step}: {found} {loss}, {last}"
+    (taken,) = takeovers(course)
+    assert int(str(taken["step"])) >= last - 1
