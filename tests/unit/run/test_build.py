@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetseq.run.build import _devices_in_words
+from hetseq.run.start_words import _devices_in_words
 
 
 @pytest.mark.parametrize(
