@@ -26,7 +26,7 @@ def test_where_the_nodes_meet_in_a_directory_a_shadow_becomes_the_head(nodes: No
 
 
 def test_over_tcp_a_shadow_saves_the_state_and_stops(nodes: Nodes, calm: dict[int, float]) -> None:
-    course = Course(nodes, "--no-epoch-checkpoints", "--throttle", "0:3,1:3")
+    course = Course(nodes, "--no-epoch-checkpoints")
     head = course.start("--ranks", 2, cold=True)
     shadow = course.follow()
     course.wait_for(course.step() + 3)

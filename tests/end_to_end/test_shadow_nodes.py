@@ -39,6 +39,7 @@ class Wide(Ledger):
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(8, {UNITS}), torch.nn.Tanh(), torch.nn.Linear({UNITS}, 1))
 """
+SLOWLY = ("--throttle", "0:30,1:30")  # so that other processes start while these two ranks train
 NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # what is not in a process is lost
 
 
@@ -48,7 +49,7 @@ class Course:
     def __init__(self, nodes: Nodes, *words: object, place: str | None = None) -> None:
         self.nodes, self.save_dir = nodes, nodes.folder / "run"
         meeting = ["--join", place or tcp().url, "--min-ranks", 1]
-        self.words = [*WORDS, *words, *meeting, "--save-dir", self.save_dir]
+        self.words = [*WORDS, *SLOWLY, *words, *meeting, "--save-dir", self.save_dir]
 
     def start(self, *words: object, cold: bool = False, environment: dict[str, str] | None = None) -> Node:
         return self.nodes.start(*self.words, *words, cold=cold, environment=environment)
@@ -177,7 +178,7 @@ def test_a_rank_that_is_killed_leaves_the_shadow_a_shadow(nodes: Nodes, calm: di
 
 
 def test_the_ranks_wait_for_a_stopped_shadow_in_no_phase(nodes: Nodes, calm: dict[int, float]) -> None:
-    course = Course(nodes, *NO_STATE, "--throttle", "0:3,1:3")
+    course = Course(nodes, *NO_STATE)
     course.start("--ranks", 2)
     course.follow()
     pid = course.shadow()
@@ -204,7 +205,7 @@ def test_the_ranks_wait_for_a_stopped_shadow_in_no_phase(nodes: Nodes, calm: dic
 
 
 def test_the_death_of_a_shadow_costs_the_ranks_nothing(nodes: Nodes, calm: dict[int, float]) -> None:
-    course = Course(nodes, *NO_STATE, "--throttle", "0:3,1:3")
+    course = Course(nodes, *NO_STATE)
     course.start("--ranks", 2)
     course.follow()
     before, states = regroups(course), course.states()
@@ -224,7 +225,7 @@ PHASES = ["loading", "join", "follow_state", "follow", "optimizer"]
 
 
 def test_a_shadow_may_die_in_each_phase(nodes: Nodes, calm: dict[int, float]) -> None:
-    course, faults = Course(nodes, *NO_STATE, "--throttle", "0:5,1:5"), Faults()
+    course, faults = Course(nodes, *NO_STATE), Faults()
     for incarnation, phase in enumerate(PHASES):
         faults = faults.kill(rank=2).at(phase=phase, incarnation=incarnation)
     course.start("--ranks", 2)
@@ -242,8 +243,8 @@ def test_a_shadow_may_die_in_each_phase(nodes: Nodes, calm: dict[int, float]) ->
 
 def test_two_shadows_one_after_the_other(nodes: Nodes, calm: dict[int, float]) -> None:
     course = Course(nodes, *NO_STATE, "--max-restarts", 0)
-    course.start("--ranks", 2, "--throttle", "0:3,1:3")
-    course.follow("--throttle", "2:3")
+    course.start("--ranks", 2)
+    course.follow("--throttle", "2:30")
     course.start("--shadow")
     nodes.wait_until(lambda: "got the state after step" in course.log(3), "the second shadow has the state")
     course.wait_for(course.step() + 3)
@@ -302,7 +303,7 @@ def test_a_shadow_that_comes_before_the_ranks_have_begun_follows_them(nodes: Nod
     nodes.wait_until_said(head, "1 missing")
     shadow = course.start("--shadow", "--min-ranks", 3)
     nodes.wait_until_said(shadow, "joins once they train")
-    other = course.start("--ranks", 1, "--min-ranks", 3, "--throttle", "2:5")
+    other = course.start("--ranks", 1, "--min-ranks", 3, "--throttle", "2:30")
     nodes.wait_until(lambda: "got the state after step" in course.log(3), "the shadow has the state")
     assert [ended.code for ended in nodes.finish(head, other, shadow)] == [EXIT_DONE] * 3, nodes.story()
     check_curve(course, calm)
