@@ -368,7 +368,7 @@ class Background:
         if is_hasty and self._writer.is_busy and not self._setting.is_rank_zero:
             self._writer.kill()  # it may wait for a folder that nothing will create; rank zero's never waits for one
         self._writer.close(is_hasty=is_hasty)
-        if keep and self._copied_step > self._committed_step:
+        if keep and self.keeps_states and self._copied_step > self._committed_step:
             logger.info("kept the newest states in this node's memory for the next start of this run")
         for arena in self._arenas:
             arena.close(unlink=not (keep and arena.is_sealed and self._copied_step > self._committed_step))

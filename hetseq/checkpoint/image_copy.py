@@ -11,7 +11,6 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,7 @@ from hetseq.system import faults
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20  # sent at once
-_BEGIN_S = 1800.0  # for the owner to copy its part and compute its checksums
-_NEXT_S = 120.0  # for a message after that
+_PATIENCE_S = 1800.0  # for a message: only a group that is cut ends a transfer, and a stopped rank has that done
 _END_S = 0.3  # for a message to end once its connection is cut; else its thread is left to end at the deadline
 
 
@@ -46,13 +44,12 @@ class Way:
     def send(self, content: memoryview, target: int) -> None:
         for begin in range(0, len(content), _PIECE_BYTES):
             piece = content[begin : begin + _PIECE_BYTES]
-            self.messages.send(piece, target, channel=self.channel, channels=self.channels, timeout_s=_NEXT_S)
+            self.messages.send(piece, target, channel=self.channel, channels=self.channels, timeout_s=_PATIENCE_S)
 
-    def receive(self, content: memoryview, source: int, *, timeout_s: float = _NEXT_S) -> None:
+    def receive(self, content: memoryview, source: int) -> None:
         for begin in range(0, len(content), _PIECE_BYTES):
             piece = content[begin : begin + _PIECE_BYTES]
-            self.messages.receive(piece, source, channel=self.channel, channels=self.channels, timeout_s=timeout_s)
-            timeout_s = _NEXT_S
+            self.messages.receive(piece, source, channel=self.channel, channels=self.channels, timeout_s=_PATIENCE_S)
 
 
 class PartCopies:
@@ -83,20 +80,29 @@ class PartCopies:
         self._arenas.clear()
 
     def _in_thread(self, task: Callable[[], None]) -> None:
-        self._thread.put(task).add_done_callback(self._say_why_it_failed)
+        def run() -> None:
+            # the error is dropped here: in a future its frames would hold the arena
+            try:
+                task()
+            except Exception as error:
+                self._say_why_it_failed(error)
 
-    def _say_why_it_failed(self, future: Future[None]) -> None:
+        self._thread.put(run)
+
+    def _say_why_it_failed(self, error: Exception) -> None:
         """A lost peer is seen by the training thread as well; nothing else may go unsaid."""
-        error = future.exception()
-        if isinstance(error, Exception) and not isinstance(error, PeerLostError) and not self._is_closed:
-            logger.warning("an image in memory has no second copy: %s [no-second-place]", error)
+        if not self._is_closed and not isinstance(error, PeerLostError):
+            logger.warning(
+                "an image in memory has no second copy, and none is made until ranks are lost or join: %s"
+                " [no-second-place]", error,
+            )  # fmt: skip
 
-    def _seal(self, slot: int, serial: int) -> list[int]:
-        arena = self._arenas[slot]
-        sums = image_sums(arena.image[: self.bytes])
-        arena.finish(serial)
-        arena.seal(serial, sums)
-        return sums
+    def _sums(self, slot: int) -> list[int]:
+        return image_sums(self._arenas[slot].image[: self.bytes])
+
+    def _seal(self, slot: int, serial: int, sums: list[int]) -> None:
+        self._arenas[slot].finish(serial)
+        self._arenas[slot].seal(serial, sums)
 
 
 class OwnPart(PartCopies):
@@ -122,7 +128,8 @@ class OwnPart(PartCopies):
 
         def send() -> None:
             before_s = time.thread_time()
-            sums = self._seal(slot, serial)
+            sums = self._sums(slot)
+            self._seal(slot, serial, sums)
             if self._way is not None and self.part.keeper is not None:
                 image = self._arenas[slot].image[: self.bytes]
                 self._way.send(image[: self.bytes // 2], self.part.keeper)
@@ -160,14 +167,14 @@ class KeptPart(PartCopies):
             before_s, way, owner = time.thread_time(), self._way, self.part.owner
             assert way is not None
             image = arena.image[: self.bytes]
-            way.receive(image[: self.bytes // 2], owner, timeout_s=_BEGIN_S)
+            way.receive(image[: self.bytes // 2], owner)
             way.receive(image[self.bytes // 2 :], owner)
-            sums = self._seal(slot, serial)
+            sums = self._sums(slot)
             expected = bytearray(4 * len(sums))
             way.receive(memoryview(expected), owner)
             if bytes(expected) != _packed(sums):
-                arena.begin(serial + 1, {})  # it is no image
                 raise DamagedError(f"part {self.part.index} of an image arrived from rank {owner} with other bytes")
+            self._seal(slot, serial, sums)  # only now is it an image
             faults.point("image_answer")
             way.send(memoryview(bytearray(1)), owner)
             when_over(time.thread_time() - before_s)

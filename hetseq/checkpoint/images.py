@@ -104,7 +104,8 @@ class Images:
         self._step = 0  # of the newest image
         #: the step of the newest image that is safe on all ranks; None: there is none of this generation
         self.safe_step: int | None = None
-        self._has_older = True  # images of earlier generations may be here
+        #: images of before may be here, which the first image after this serial replaces; None: there are none
+        self._older_until: int | None = 0
 
     @property
     def is_safe(self) -> bool:
@@ -145,8 +146,10 @@ class Images:
         began_s = time.perf_counter()
         self._lay_out(tensors)
         attempt = Attempt(self._setting.run_id, identity, nonce, ("time",), "", len(self._parts))
-        content = state_bytes(attempt, state)  # equal on all ranks
-        if self.is_refused or len(content) > STATE_BYTES:
+        content = state_bytes(attempt, state)  # of different lengths, as ranks count seconds differently
+        if self.is_refused:
+            return False
+        if max(row.bytes for row in exchange(self._setting.group, Row(bytes=len(content)))) > STATE_BYTES:
             return False
         plan = sha256(f"{attempt.to_json()} {self._digest}".encode())
         self._serial, self._step = self._serial + 1, identity.step
@@ -184,11 +187,11 @@ class Images:
 
     def heed(self, *, are_all_safe: bool) -> None:
         """After each commit: once the first image of this generation is safe on all ranks, free the older ones."""
-        if not (self.has_made_one and are_all_safe):
+        if not (self.has_made_one and are_all_safe) or self.is_refused:
             return
         self.safe_step = self._step
-        if self._has_older:
-            self._has_older = False
+        if self._older_until is not None and self._serial > self._older_until:
+            self._older_until = None
             free_images(self._setting.run_id, self._setting.run_directory)
 
     def read(
@@ -270,9 +273,11 @@ class Images:
         setting, rank = self._setting, self._setting.group.rank
         for one in (*self._own, *self._kept):
             one.close(keep=True)  # the images of the layout before stay until a new one is safe
-        self._own, self._kept, self._has_older = [], [], True
+        self._own, self._kept, self._older_until = [], [], self._serial
         sizes = [sum(piece.bytes for piece in pieces) for pieces in layout.parts]
-        text = f"{memory_name()} {node_name()} {available_bytes()}"
+        allowed = available_bytes() // 2
+        room = allowed if self._memory_bytes is None else min(allowed, self._memory_bytes)
+        text = f"{memory_name()} {node_name()} {room}"
         ranks = []
         for size, told in zip(sizes, exchange_texts(setting.group, text), strict=True):
             node, machine, free = told.split(" ")
@@ -294,6 +299,13 @@ class Images:
                     needs[at] += IMAGES * arena_bytes(image_bytes(part.pieces))
         try:
             check_memory([need for need, node in zip(needs, nodes) if node == nodes[rank]], allowed=self._memory_bytes)
+        except OSError as error:
+            row = failure_row(error)
+        # no rank takes memory before all have looked how much there is
+        refusal = first_failure(exchange(self._setting.group, row))
+        if refusal is not None:
+            return refusal
+        try:
             for part in self._parts:
                 way = None if self._messages is None else Way(self._messages, part.index, len(self._parts))
                 if part.owner == rank:

@@ -109,6 +109,14 @@ class Remains:
                 elif part is not None:
                     self.parts.append(part)
 
+    def forget_images(self) -> None:
+        """Unmap images (`checkpoint.images`), which stay in memory."""
+        images = [part for part in self.parts if part.start]
+        self.parts = [part for part in self.parts if not part.start]
+        for part in images:
+            self._arenas.remove(part.arena)
+            part.arena.close(unlink=False)
+
     def close(self, *, remove: bool) -> None:
         """Unmap that memory; with `remove` it is also freed."""
         self.parts.clear()

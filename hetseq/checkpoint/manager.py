@@ -447,6 +447,11 @@ class CheckpointManager:
         self._known = list(known)
         self._remains = Remains(self._setting.run_id, self._setting.run_directory, are_images=False)
 
+    def forget_images(self) -> None:
+        """Unmap images that an earlier start left: newer ones are in memory (`checkpoint.images`), which frees them."""
+        if self._remains is not None:
+            self._remains.forget_images()
+
     def keep_best_until(self, step: int) -> None:
         """Keep the best checkpoint of the steps until `step` for good; every rank, before the first save."""
         place = self._setting.place

@@ -258,7 +258,8 @@ class GlooGroup:
         self._messages += 1  # the name of a group is used once
         name = f"messages-{self._messages}"
         group = self._connect_apart(self.rank, self.world_size, name, shares_memory=False)
-        return Messages(group._transport, sever=group.sever, close=group.close)
+        # a send that was under way when the connections were cut ends only at its deadline
+        return Messages(group._transport, sever=group.sever, close=lambda: group.close(patience_s=_CUT_S))
 
     def _connect_apart(self, rank: int, world_size: int, name: str, **options: Any) -> GlooGroup:
         """A group of some or all of these ranks with connections of its own, which ends with this one."""
@@ -282,7 +283,8 @@ class GlooGroup:
         if self._neighbours is not None:
             self._neighbours.sever()
 
-    def close(self) -> None:
+    def close(self, *, patience_s: float = _END_S) -> None:
+        """As in `Group`; waits for the end of the transport for at most `patience_s`."""
         left = [self._process_group]
         self._process_group = None
         if self._neighbours is not None:
@@ -290,7 +292,7 @@ class GlooGroup:
         # the transport ends only after its own threads, without a deadline: this thread waits no longer than _END_S
         ending = threading.Thread(target=left.clear, name="transport's end", daemon=True)
         ending.start()
-        ending.join(0.0 if self._is_stuck else _END_S)
+        ending.join(0.0 if self._is_stuck else patience_s)
         if ending.is_alive():
             logger.info("the transport of generation %d is left to end by itself", self.generation)
 

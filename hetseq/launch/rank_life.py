@@ -99,6 +99,7 @@ class RankLife:
         #: trackers of a script, beside those of --tracker
         self.trackers: Sequence[Tracker] = ()
         self._gone_back_to = 0
+        self._saved = 0  # the step of the newest checkpoint that this rank has known of
         self.output = RankOutput(directory, placement.slot)
         if isinstance(line, LauncherLink):  # else a user runs this rank, perhaps in a debugger
             self.output.wait_for_no_reader()
@@ -264,7 +265,9 @@ class RankLife:
     def _tell_script(self, generation: Generation) -> None:
         """Give a script that drives this rank the ranks that hold the same state. Raises LeftBehindError."""
         if self.on_regroup is not None and generation.lost and self.is_ready:
-            raise LeftBehindError(f"{generation.lost}: the script begins anew from the newest checkpoint")
+            raise LeftBehindError(
+                f"{generation.lost}: the script begins anew from the newest state in memory or on disk"
+            )
         if self.on_regroup is not None and generation.has_old_copies:
             raise LeftBehindError("a rank was lost before all had the new parameters: the script begins anew")
         if self.on_regroup is None or generation.succession is None or generation.group is None:
@@ -330,7 +333,7 @@ class RankLife:
         """
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
         text = "%s: all ranks continue from the newest state in memory or on disk [state-lost]"
-        if self._config.checkpoint.no_save:
+        if self._config.checkpoint.no_save and not self._config.checkpoint.memory_interval_updates:
             text = "%s: all ranks begin again where this start began, since --no-save keeps no state [state-lost]"
         logger.log(level, text, generation.lost)
         config = _as_for_a_restart(self._config)
@@ -447,6 +450,7 @@ class RankLife:
         last = 0 if saver is None else saver.last_step
         if saver is None and carried is not None:
             last = carried.saver.last_step
+        self._saved = max(self._saved, last)
         images = tuple(
             Image(
                 one.plan, parse_lineage(one.identity.step, one.identity.lineage), one.identity.generation, one.parts,
@@ -454,7 +458,7 @@ class RankLife:
             )
             for one in images_here(directory.run_id, directory.path, start=self._placement.name or "alone")
         )  # fmt: skip
-        return replace(report, images=images, saved=last)
+        return replace(report, images=images, saved=self._saved)
 
     def _carry(self, generation: Generation, record: Record) -> KeptState | None:
         """The state that this rank keeps for the next generation; None if it will receive the state."""

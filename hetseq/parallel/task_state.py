@@ -66,10 +66,13 @@ class TaskState:
         tensors, record = self._own()
         return tensors, record if self._stream is None else {**record, _STREAM: self._stream.state_dict()}
 
-    def load(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Give the task what `content` gave. Raises CheckpointMismatch if a tensor of the record is missing."""
+    def load(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any], *, goes_back: bool = False) -> None:
+        """Give the task what `content` gave. Raises CheckpointMismatch if a tensor of the record is missing.
+
+        A task that `goes_back` has made later steps: it is given an empty state too, if its own is not empty.
+        """
         self.step, self._task.learning_rate_factor = record["step"], record["learning_rate_factor"]
-        if record["values"]:
+        if record["values"] or (goes_back and self._own()[1]["values"]):
             self._task.load_state_dict(_joined(record["values"], tensors))
         if self._stream is not None and _STREAM in record:
             self._stream.load_state_dict(record[_STREAM])

@@ -218,6 +218,8 @@ class Saver:
         if self._images is not None:
             self._making_s = max(row.saving.making_us for row in rows) / 1e6
             self._images.heed(are_all_safe=all(row.saving.sealed for row in rows))
+            if self._images.safe_step is not None:
+                self._manager.forget_images()
 
     def kinds_due(
         self, state: TrainingState, *, epoch_ended: int | None, is_best: bool, is_overdue: bool, is_stopping: bool,

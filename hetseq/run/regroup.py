@@ -165,7 +165,7 @@ def go_back(
     if state.lineage != record.base:
         raise DisagreementError(f"the image is of {state.lineage}, not of {record.base}, which all ranks go back to")
     replica.task_state.step = loaded.identity.step
-    replica.task_state.load(loaded.tensors, saved["task_state"])
+    replica.task_state.load(loaded.tensors, saved["task_state"], goes_back=True)
     provenance = replace(provenance, batch=saved_batch(saved), samples=saved["samples"], parts=saved["parts"])
     told = [json.loads(text) for text in gather_texts(group, _words(succession.carried))]
     known = [one for one in told if one]

@@ -25,6 +25,8 @@ from hetseq.balance.shares import Cost
 from hetseq.cluster.membership.step_commit import Lineage, Verdict
 from hetseq.errors import HetSeqError
 
+_ALL_GONE = "all ranks that held the state are gone"
+
 
 class SplitBrainError(HetSeqError):
     """Reports that contradict each other: two states of equal length with different histories, or parts that cannot
@@ -176,7 +178,9 @@ def decide(
         raise ValueError(f"no member is left after generation {newest.generation}")
     holders = [name for name, report in voters.items() if report.lineage is not None]
     if not holders:  # a generation that went back or began anew may have ended before any of its members did so
-        return _led_by(record, shadow, reports, order) or _gone_back(newest, record, voters.values(), newest.lost)
+        # a member may have received a part of the state, so it must not begin with what it has
+        lost = newest.lost or (_ALL_GONE if voters and newest.base is not None else "")
+        return _led_by(record, shadow, reports, order) or _gone_back(newest, record, voters.values(), lost)
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
     _check_parts([voters[name] for name in holders])
