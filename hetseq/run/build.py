@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,13 +27,12 @@ from hetseq.config.sections import (
     CheckpointConfig,
     Config,
     DataConfig,
-    OptimizationConfig,
 )
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
-from hetseq.errors import ConfigError, TaskError, few
+from hetseq.errors import ConfigError, TaskError
 from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
@@ -44,7 +42,13 @@ from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
-from hetseq.run.checkpointing import Provenance, Saver, saved_batch
+from hetseq.run.announcements import (
+    say_what_runs,
+    say_what_the_batch_means,
+    warn_of_batch_norm,
+    warn_of_carried_state,
+)
+from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.owners import OwnersOfBefore, make_reducer, warn_of_no_save
@@ -62,7 +66,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.training.controller import Boundary, Controller, RankContext, Recipe, StepFeed, TrainingState
 from hetseq.training.device_memo import DeviceMemo
-from hetseq.training.lr_scaling import Course, advice, scale_in_words, scaled
+from hetseq.training.lr_scaling import Course, scaled
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.replica_check import ReplicaCheck, kind_of
@@ -345,17 +349,17 @@ def build_reports(
         job.material.terms, job.metrics, rank=job.group.rank, most=most, group_of=feed.steps.layout.group_of,
         beside=job.material.terms_of_no_loss,
     )  # fmt: skip
-    hooks, shadows = TaskHooks(job.material.task, replica.task_state), None
+    hooks = TaskHooks(job.material.task, replica.task_state)
+    boundary = AfterStep(
+        config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
+        replicas=replicas, watch=watch, hooks=hooks,
+    )  # fmt: skip
     if job.following is not None:
-        shadows = ShadowFeed(
+        boundary.shadows = ShadowFeed(
             job.following, replica, job.group, lineage=start.state.lineage, describe=start.saver.record_of,
             facts=start.saver.facts, watches_task=hooks.is_used,
         )  # fmt: skip
-        undo.callback(shadows.close)
-    boundary = AfterStep(
-        config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
-        replicas=replicas, shadows=shadows, watch=watch, hooks=hooks,
-    )  # fmt: skip
+        undo.callback(boundary.close)
     return Reports(run_status, status, replicas, boundary)
 
 
@@ -413,24 +417,24 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
     job.metrics.set_total(total)
     reports.status.write(0.0, force=True, step=state.position.step - 1, state="start" if job.is_first else "train")
     if job.is_first or job.carried is None:
-        _say_what_runs(controller, job.material, reports.status.names)
+        say_what_runs(controller, job.material, reports.status.names)
     if feed.shards is not None and job.group.rank == 0:
         say_what_holds(feed.shards, job.layout.of_leaders(job.slots_of_ranks), has_begun=not job.is_first)
     if job.is_first:
         course = Course(feed.steps.planner.n, state.position, state.updates, total)
-        _say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
+        say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
         is_resumed = start.beginning is not None
         for sentence in horizon.in_words(job.config.optimization, state, total, is_resumed=is_resumed):
             logger.info(sentence)
     if job.config.data.unit_size is None and job.is_first:
-        _warn_of_batch_norm(controller)
+        warn_of_batch_norm(controller)
     if start.beginning is None and job.is_first and job.group.rank == 0:
         log_again(job.material.start_notes)
     if job.config.checkpoint.no_save and job.is_first and job.group.rank == 0:
         makes_images = job.config.checkpoint.memory_interval_updates != 0
         warn_of_no_save(controller.replica.owned, controller.group, makes_images=makes_images)
     if job.material.trial.carried and job.is_first and job.group.rank == 0:
-        _warn_of_carried_state(job.material.trial.carried)
+        warn_of_carried_state(job.material.trial.carried)
 
 
 # Helpers of the builders
@@ -572,68 +576,6 @@ def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: Traini
         if None not in epochs:
             limits.append(sum(steps or 0 for steps in epochs))
     return place.step - 1 + min(limits) if limits else None
-
-
-def _devices_in_words(names: Sequence[str]) -> str:
-    """`cpu`, or `1 cuda, 2 cpu` where the ranks differ; `names` are `node/device`."""
-    kinds = Counter(name.rpartition("/")[2].partition(":")[0] for name in names)
-    return ", ".join(kind if len(kinds) == 1 else f"{number} {kind}" for kind, number in kinds.items())
-
-
-def _say_what_runs(controller: Controller, material: LoadedTask, names: Sequence[str]) -> None:
-    parameters = sum(parameter.numel() for parameter in material.model.parameters())
-    trained = sum(parameter.numel() for _, parameter in trained_parameters(material.model))
-    plan = controller.planner.plan(controller.state.position)
-    logger.info(
-        "task %s: %s training samples, %s parameters%s", type(material.task).__name__, f"{controller.planner.n:,}",
-        f"{parameters:,}", "" if trained == parameters else f", {trained:,} of them trained",
-    )  # fmt: skip
-    logger.info(
-        "%d rank%s (%s); the next step has %d samples, shares %s", controller.group.world_size,
-        "" if controller.group.world_size == 1 else "s", _devices_in_words(names), plan.size,
-        "+".join(map(str, plan.shares)),
-    )  # fmt: skip
-    work = controller.planner.work(plan.epoch, plan.start, plan.stop)
-    if work < len(plan.shares) and controller.group.rank == 0:
-        logger.warning(
-            "a step has %d piece%s of work for %d ranks, so some have nothing to do: make the global batch larger%s",
-            work, "" if work == 1 else "s", len(plan.shares),
-            ", or --unit-size smaller" if controller.planner.unit > 1 else "",
-        )  # fmt: skip
-
-
-def _say_what_the_batch_means(
-    config: OptimizationConfig, batch: GlobalBatch, course: Course, beginning: Beginning | None
-) -> None:
-    """Log how --scale-lr changed the learning rate, or would change it if steps had another size before."""
-    said = None
-    if config.scale_lr != "none":
-        said = scale_in_words(config, batch, course.epoch)
-    elif beginning is not None:
-        saved = beginning.loaded.state
-        said = advice(config, batch, course, before=saved_batch(saved), epoch_before=saved["epoch"])
-    if said is not None:
-        logger.info(said)
-
-
-def _warn_of_batch_norm(controller: Controller) -> None:
-    """The one common layer whose result depends on how a step is cut into micro-batches."""
-    kinds = batch_norms(controller.replica.model)
-    if kinds and controller.group.rank == 0:
-        logger.warning(
-            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --batch-size: LayerNorm"
-            " or GroupNorm keep the promise of one curve on any machines, and --unit-size N does for any layer",
-            ", ".join(sorted(kinds)),
-        )
-
-
-def _warn_of_carried_state(carried: Sequence[str]) -> None:
-    logger.warning(
-        "forward reads what the forward before left in %s, so the loss of a sample depends on the samples that its rank"
-        " had before, and the curve on the shares: keep the state in the batch, or begin each forward without it; a"
-        " fixed --balance keeps the curve until a rank is lost or the run resumes; hetseq selftest says more",
-        few(carried),
-    )
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Wide(Ledger):
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(8, {UNITS}), torch.nn.Tanh(), torch.nn.Linear({UNITS}, 1))
 """
-NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # what is not in a process is lost
+NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # a state that no process has is lost
 
 
 class Course:
