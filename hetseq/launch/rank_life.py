@@ -91,6 +91,7 @@ class RankLife:
         self._config, self._directory, self._placement, self._line = config, directory, placement, line
         self._stop, self._closing, self._errand = stop, closing, errand
         self.is_ready = False
+        self._has_built = False  # task and model may have been changed by a state
         self.generation = Generation(placement.crew, None)
         #: for a script that drives this rank: called in each later generation with the ranks that hold the state
         self.on_regroup: Callable[[Group], None] | None = None
@@ -284,8 +285,9 @@ class RankLife:
 
     def _train(self, generation: Generation) -> Engine[dict[str, Any] | str]:
         config = self._config
-        if generation.lost and generation.succession is None:
+        if generation.succession is None and (generation.lost or self._has_built):
             config = self._begin_anew(generation)
+        self._has_built = True
         while True:
             whereabouts.enter(Phase.BUILDING)
             generation.session = session = self._build(config, generation)
@@ -327,7 +329,7 @@ class RankLife:
             config = _as_for_a_restart(config)
 
     def _begin_anew(self, generation: Generation) -> Config:
-        """Load task, data and model again: a part of the state is lost, and no update of the model may remain.
+        """Load task, data and model again: no rank has all of the state, and no update of the model may remain.
 
         Returns the config by which the run continues from its newest state.
         """
@@ -335,7 +337,8 @@ class RankLife:
         text = "%s: all ranks continue from the newest state in memory or on disk [state-lost]"
         if self._config.checkpoint.no_save and not self._config.checkpoint.memory_interval_updates:
             text = "%s: all ranks begin again where this start began, since --no-save keeps no state [state-lost]"
-        logger.log(level, text, generation.lost)
+        if generation.lost:
+            logger.log(level, text, generation.lost)
         config = _as_for_a_restart(self._config)
         # a script cannot run twice in a process; one that comes here has just begun
         if self._material.own_loop is None:

@@ -26,7 +26,6 @@ from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.monitor.step_time import account, owned_by
-from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import Saved, Saver, Underway, draw_nonce
 from hetseq.run.regroup import PendingWork
 from hetseq.run.shadow_feed import ShadowFeed
@@ -138,26 +137,26 @@ class AfterStep:
         watch: StepWatch,
         hooks: TaskHooks,
         replicas: ReplicaCheck | None = None,
-        shadows: ShadowFeed | None = None,
     ) -> None:
-        self._config, self._validators, self._replicas, self._shadows = config, validators, replicas, shadows
+        self._config, self._validators, self._replicas = config, validators, replicas
+        self.shadows: ShadowFeed | None = None  # what this rank sends, if shadows follow the run
         self._saver, self._metrics, self._status, self._watch, self._hooks = saver, metrics, status, watch, hooks
         self._noise_scale = NoiseScale()
 
     def save_status(self, state: TrainingState) -> SaveStatus:
         """The fields about saving in this rank's row of the step being committed."""
         status = self._saver.status(state.position.step)
-        return status if self._shadows is None else replace(status, lacking=self._shadows.lacking)
+        return status if self.shadows is None else replace(status, lacking=self.shadows.lacking)
 
-    def before_update(self, replica: Replica) -> None:
+    def before_update(self) -> None:
         """Keep the gradient for the shadows of the run, if there are any. Any rank, alone."""
-        if self._shadows is not None:
-            self._shadows.before_update()
+        if self.shadows is not None:
+            self.shadows.before_update()
 
     def close(self) -> None:
         """Send no more to shadows; may be called twice. Any rank, alone."""
-        if self._shadows is not None:
-            self._shadows.close()
+        if self.shadows is not None:
+            self.shadows.close()
 
     def settle(self) -> None:
         """Wait until no part of the state is being copied. Any rank, alone."""
@@ -169,8 +168,8 @@ class AfterStep:
         self._saver.heed(outcome.rows)
         due = self.due(controller, result)
         self._report(result, due.row)
-        if self._shadows is not None:
-            self._shadows.after_update(controller, result, due)
+        if self.shadows is not None:
+            self.shadows.after_update(controller, result, due)
         self._watch.see(result)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
@@ -183,8 +182,8 @@ class AfterStep:
         if self._saver.is_keep_wanted(outcome, is_saved=is_saved) and not is_over:
             controller.replica.buffers.synchronise_(result.plan.shares)
             self._saver.keep(controller.state, nonce=outcome.nonce, rows=self._metrics.last_rows())
-        if self._shadows is not None:
-            self._shadows.after_step(controller, result, self._metrics.last_rows())
+        if self.shadows is not None:
+            self.shadows.after_step(controller, result, self._metrics.last_rows())
 
     def due(self, controller: Controller, result: StepResult) -> PendingWork:
         """The work that follows from a step, for a next generation that may have to do it."""

@@ -40,6 +40,12 @@ from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
+from hetseq.run.announcements import (
+    say_what_runs,
+    say_what_the_batch_means,
+    warn_of_batch_norm,
+    warn_of_carried_state,
+)
 from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.image_making import make_images
@@ -53,7 +59,6 @@ from hetseq.run.session import Session
 from hetseq.run.shadow_feed import ShadowFeed
 from hetseq.run.shadow_outlet import Following
 from hetseq.run.start_notes import log_again
-from hetseq.run.start_words import say_what_runs, say_what_the_batch_means, warn_of_batch_norm, warn_of_carried_state
 from hetseq.run.step_watch import StepWatch
 from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory
@@ -330,17 +335,17 @@ def build_reports(
         job.material.terms, job.metrics, rank=job.group.rank, most=most, group_of=feed.steps.layout.group_of,
         beside=job.material.terms_of_no_loss,
     )  # fmt: skip
-    hooks, shadows = TaskHooks(job.material.task, replica.task_state), None
+    hooks = TaskHooks(job.material.task, replica.task_state)
+    boundary = AfterStep(
+        config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
+        replicas=replicas, watch=watch, hooks=hooks,
+    )  # fmt: skip
     if job.following is not None:
-        shadows = ShadowFeed(
+        boundary.shadows = ShadowFeed(
             job.following, replica, job.group, lineage=start.state.lineage, describe=start.saver.record_of,
             facts=start.saver.facts, watches_task=hooks.is_used,
         )  # fmt: skip
-        undo.callback(shadows.close)
-    boundary = AfterStep(
-        config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
-        replicas=replicas, shadows=shadows, watch=watch, hooks=hooks,
-    )  # fmt: skip
+        undo.callback(boundary.close)
     return Reports(run_status, status, replicas, boundary)
 
 

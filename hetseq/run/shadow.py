@@ -366,7 +366,7 @@ class _NothingBetween:
     def settle(self) -> None:
         pass
 
-    def before_update(self, replica: Replica) -> None:
+    def before_update(self) -> None:
         pass
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:

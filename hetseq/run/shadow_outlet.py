@@ -126,7 +126,7 @@ class Outlet:
         self, place: int, shadow: str, following: Following, hello: Header, *, rank: int, lineage: Lineage
     ) -> None:  # fmt: skip
         self.place, self.shadow = place, shadow
-        self.sent_steps, self.sent_bytes = 0, 0  # all bytes but those of states
+        self.sent_steps, self.sent_bytes = 0, 0  # all bytes, except of states
         self._following, self._hello, self._rank = following, hello, rank
         self._changed = threading.Condition()  # around all below
         self._waiting: deque[Message | StateMessage] = deque()

@@ -13,8 +13,6 @@ import enum
 import itertools
 import logging
 import math
-import statistics
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,7 +41,6 @@ from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
 from hetseq.errors import NonFiniteError
-from hetseq.parallel.replica import Replica
 from hetseq.system import faults
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
@@ -52,14 +49,12 @@ from hetseq.training.held_gradient import HeldGradient, with_late_counts
 from hetseq.training.precision import LossScale
 from hetseq.training.share import Part, ShareComputer
 from hetseq.training.share_policy import SharePolicy
+from hetseq.training.step_deadline import FIRST_DEADLINE_S, StepDeadline
 from hetseq.training.step_engine import Compute, Engine, Settled, StepResult, computed, drive, ended
 from hetseq.training.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DEADLINE_S = 120.0  # until three steps were seen
-_LEAST_DEADLINE_S = 5.0  # the end of a process is seen at once; this is for a process that hangs
-_PATIENCE = 10  # times the expected time
 _SLOWEST_DISK = 5e6  # bytes per second; a rank that saves more slowly counts as lost
 
 
@@ -102,7 +97,7 @@ class Boundary(Protocol):
         """Wait until nothing copies the state any more: it is about to change. Any rank, alone."""
         ...
 
-    def before_update(self, replica: Replica) -> None:
+    def before_update(self) -> None:
         """The gradient of the step is whole and clipped, and the optimizer comes next. Any rank, alone; never waits."""
         ...
 
@@ -183,8 +178,7 @@ class Controller:
         )  # fmt: skip
         self._plan = self.planner.plan(state.position)
         self._counts_ahead: tuple[float, ...] | None = None
-        self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
-        self._openings: deque[float] = deque(maxlen=3)  # seconds of the first steps of the last epochs
+        self._deadline = StepDeadline(context.step_deadline_s, compiles=recipe.config.compile)
         self._cap = computer.sizes.cap  # by which the loader cuts
         self._clock = Stopwatch()
         self._update_s = 0.0  # duration of the update of the last step
@@ -222,7 +216,7 @@ class Controller:
         faults.at_step(plan.step)
         clock.start()
         self._computer.loss_scale = self._scale
-        self._set_deadline(plan)
+        self.group.deadline_s = self._deadline.of(plan)
         with phase("count"):
             whereabouts.enter(Phase.DATA, plan.step)
             data = self.loader.take(plan)
@@ -245,7 +239,7 @@ class Controller:
         with self.replica.buffers.changing_alike(), self._patience(driver_s):
             yield from ended(Settled(result))
         self.is_settling = False
-        patience_s = _FIRST_DEADLINE_S + driver_s + self.replica.state_bytes() / _SLOWEST_DISK
+        patience_s = FIRST_DEADLINE_S + driver_s + self.replica.state_bytes() / _SLOWEST_DISK
         with phase("checkpoint"), self._patience(patience_s):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
         self._unsettled = None
@@ -329,7 +323,7 @@ class Controller:
 
     def patience_for(self, *, samples: int) -> AbstractContextManager[None]:
         """A longer deadline for work between steps on `samples` samples: ranks may be minutes apart, yet not lost."""
-        return self._patience(_FIRST_DEADLINE_S + _PATIENCE * self._expected_s(samples))
+        return self._patience(self._deadline.beside_steps(samples))
 
     @contextmanager
     def _patience(self, at_least_s: float) -> Iterator[None]:
@@ -404,7 +398,7 @@ class Controller:
     def _update(self, outcome: Outcome, rate: float) -> None:
         self.replica.reducer.drop_unused_(outcome.used)
         self.replica.buffers.keep_()
-        self._boundary.before_update(self.replica)
+        self._boundary.before_update()
         if self._learning_rate is not None:
             self.replica.set_learning_rate(rate)
         self.replica.update()
@@ -530,9 +524,7 @@ class Controller:
         self._counts_ahead = outcome.next_counts
         seconds, self._update_s = self._clock.total(), self._clock.seconds["update"]
         state.train_seconds += seconds
-        self._recent.append((seconds, plan.size))
-        if plan.start == 0:
-            self._openings.append(seconds)
+        self._deadline.learn(plan, seconds)
         is_applied = outcome.verdict is Verdict.APPLY
         loss = weighted_loss(self.weights, outcome.sums, held.counts) if is_applied else None
         work = self.planner.work(plan.epoch, plan.start, plan.stop)
@@ -587,30 +579,6 @@ class Controller:
     def unsettled(self) -> StepResult | None:
         """The last step, if what follows from it (validation, saving) was interrupted."""
         return self._unsettled
-
-    def _set_deadline(self, plan: StepPlan) -> None:
-        """Set how long a peer may be silent in this step.
-
-        An epoch's first step may be slow for reasons of its own, such as files to open, so it is measured by others
-        of its kind.
-        """
-        if self._context.step_deadline_s is not None:
-            self.group.deadline_s = self._context.step_deadline_s
-        else:
-            # any step may compile a kernel for an unforeseen size
-            is_known = len(self._recent) >= 3 and not self._config.compile
-            least_s = _LEAST_DEADLINE_S if is_known else _FIRST_DEADLINE_S
-            if plan.start == 0:
-                is_known = is_known and len(self._openings) == self._openings.maxlen
-                least_s = max(_LEAST_DEADLINE_S, _PATIENCE * max(self._openings)) if is_known else _FIRST_DEADLINE_S
-            self.group.deadline_s = max(least_s, _PATIENCE * self._expected_s(plan.size))
-
-    def _expected_s(self, samples: int) -> float:
-        """Seconds of a step of `samples` samples, estimated from the last ones: at least as long as they took."""
-        if not self._recent:
-            return 0.0
-        typical_s = statistics.median(seconds for seconds, _ in self._recent)
-        return max(typical_s, samples * statistics.median(seconds / size for seconds, size in self._recent))
 
 
 def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: tuple[float, ...]) -> float:

@@ -77,10 +77,11 @@ class Latecomers(Assembly):
         self._seats = [seat for seat in self._seats if not slots & set(seat.ranks)]
         self._seats.append(Seat(member, claim.host, claim.pid, first, claim.workers))
         self._late.add(member)
+        text = f"the run has begun; {claim.host} joins while it trains"
         if claim.is_shadow:
             self._following.add(member)
-        how = "follows it as a shadow" if claim.is_shadow else "joins while it trains"
-        self._send(member, "tell", text=f"the run has begun; {claim.host} {how}")
+            text = f"the run has begun; {claim.host} follows it as a shadow"
+        self._send(member, "tell", text=text)
         self._send(member, "see", mark=self._places[0].mark)
 
     def _unseat(self, member: int, new: Participant) -> None:

@@ -18,6 +18,16 @@ ROOT = Path(__file__).resolve().parents[3]
 
 #: module; function, call: why it ends, although nothing there says when
 HARMLESS = """
+hetseq/cluster/rendezvous/byte_stream.py
+    StreamDoor.accept: _listener.accept: the socket does not block
+    FrameReader._read_some: connection.recv: the socket does not block
+hetseq/run/shadow_links.py
+    ShadowLinks.wait: _bell.recv: a byte is there
+    ShadowLinks.wait: _door.accept: a sender is there, and has 5 s to prove itself
+hetseq/run/shadow_outlet.py
+    StateMessage.settle: _copied.wait: the thread copies memory, and waits for nobody
+    StateMessage.frames: _copied.wait: as above; a thread of its own waits here
+    Outlet._serve: _changed.wait_for: an idle thread; `close` wakes it
 hetseq/loop/whole.py
     Whole._gathered: wait.wait: the collective got the deadline of its group
 hetseq/comm/slices.py
@@ -159,6 +169,8 @@ hetseq/launch/worker_processes.py
 BRIEF = "held for a few lines that wait for nothing"
 #: module; lock: why nobody who takes it is kept waiting
 LOCKS = """
+hetseq/run/shadow_outlet.py
+    _changed: held for a few lines that wait for nothing
 hetseq/run/after_step.py
     _writing: held while a status file is written; a mount that hangs holds whoever writes it, lock or not
 hetseq/checkpoint/writer.py

@@ -36,7 +36,7 @@ class FakeSession:
         return self.halt
         yield  # a session that trains is an engine
 
-    def suspend(self) -> None:
+    def suspend(self, *, is_leaving: bool = False) -> None:
         self.diary.append("suspend")
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -46,7 +46,7 @@ class FakeSession:
 def trained(session: FakeSession) -> dict[str, Any] | str:
     """How one rank's only generation ends."""
     life: Any = object.__new__(rank_life.RankLife)
-    life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _tell_versions=mock.Mock())
+    life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _has_built=False, _tell_versions=mock.Mock())
     life.__dict__.update(_placement=SimpleNamespace(begun_s=0.0), _sum_up=mock.Mock())
     life._build = lambda config, generation: session
     return drive(life._train(Generation(GenerationRanks(0, (0,), ("a",)), None)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetseq.run.start_words import _devices_in_words
+from hetseq.run.announcements import devices_in_words
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ from hetseq.run.start_words import _devices_in_words
     ],
 )
 def test_devices_of_all_ranks_are_named(names: list[str], expected: str) -> None:
-    assert _devices_in_words(names) == expected
+    assert devices_in_words(names) == expected

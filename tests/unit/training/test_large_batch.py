@@ -144,7 +144,7 @@ def rates(save_dir: str, words: list[str], caplog: pytest.LogCaptureFixture) -> 
     recorder = Recorder()
     with caplog.at_level("INFO", "hetseq"), begin(LocalGroup(), save_dir, words, Integers, recorder) as session:
         session.train()
-    said = [record.getMessage() for record in caplog.records if record.name == "hetseq.run.build"]
+    said = [record.getMessage() for record in caplog.records if record.name == "hetseq.run.announcements"]
     return [row["lr"] for row in recorder.rows], "\n".join(line for line in said if "--lr" in line)
 
 

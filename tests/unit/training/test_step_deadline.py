@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import pytest
 
-from hetseq.comm.group import LocalGroup
-from hetseq.config.sections import OptimizationConfig
 from hetseq.data.plan import StepPlan
-from hetseq.training.controller import Controller, RankContext
+from hetseq.training.step_deadline import StepDeadline
 
 FIRST_S, LEAST_S = 120.0, 5.0
 
@@ -20,13 +17,9 @@ def deadline(
     compiles: bool = False, openings: tuple[float, ...] = (),
 ) -> float:  # fmt: skip
     """The deadline of a step of `samples` samples after steps of (seconds, samples), and epochs of that first step."""
-    controller: Any = Controller.__new__(Controller)
-    controller.group, controller._context = LocalGroup(), RankContext(step_deadline_s=given)
-    controller._config = OptimizationConfig(compile=compiles)
-    controller._recent, controller._openings = deque(recent, maxlen=21), deque(openings, maxlen=3)
-    controller._set_deadline(StepPlan(9, 2, start, start + samples, (samples,), ends_epoch=False))
-    seconds: float = controller.group.deadline_s
-    return seconds
+    found = StepDeadline(given, compiles=compiles)
+    found._recent, found._openings = deque(recent, maxlen=21), deque(openings, maxlen=3)
+    return found.of(StepPlan(9, 2, start, start + samples, (samples,), ends_epoch=False))
 
 
 def test_until_three_steps_were_seen_nothing_is_known() -> None:

@@ -1,4 +1,4 @@
-"""What a rank logs when it is ready to train: the task, the batch, and what in the model changes the curve."""
+"""Announcements: what a user is told when a run begins: task, ranks, shares, learning rate, layers to beware of."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hetseq.training.lr_scaling import Course, advice, scale_in_words
 logger = logging.getLogger(__name__)
 
 
-def _devices_in_words(names: Sequence[str]) -> str:
+def devices_in_words(names: Sequence[str]) -> str:
     """`cpu`, or `1 cuda, 2 cpu` where the ranks differ; `names` are `node/device`."""
     kinds = Counter(name.rpartition("/")[2].partition(":")[0] for name in names)
     return ", ".join(kind if len(kinds) == 1 else f"{number} {kind}" for kind, number in kinds.items())
 
 
 def say_what_runs(controller: Controller, material: LoadedTask, names: Sequence[str]) -> None:
-    """Log the task, its size, the ranks (`names` are `node/device`) and the next step's shares."""
+    """Log the task and the ranks; `names` are `node/device`."""
     parameters = sum(parameter.numel() for parameter in material.model.parameters())
     trained = sum(parameter.numel() for _, parameter in trained_parameters(material.model))
     plan = controller.planner.plan(controller.state.position)
@@ -36,7 +36,7 @@ def say_what_runs(controller: Controller, material: LoadedTask, names: Sequence[
     )  # fmt: skip
     logger.info(
         "%d rank%s (%s); the next step has %d samples, shares %s", controller.group.world_size,
-        "" if controller.group.world_size == 1 else "s", _devices_in_words(names), plan.size,
+        "" if controller.group.world_size == 1 else "s", devices_in_words(names), plan.size,
         "+".join(map(str, plan.shares)),
     )  # fmt: skip
     work = controller.planner.work(plan.epoch, plan.start, plan.stop)
@@ -74,7 +74,7 @@ def warn_of_batch_norm(controller: Controller) -> None:
 
 
 def warn_of_carried_state(carried: Sequence[str]) -> None:
-    """Warn of forwards that read what the forward before left in these places."""
+    """Warn of state that forward carries from one batch to the next."""
     logger.warning(
         "forward reads what the forward before left in %s, so the loss of a sample depends on the samples that its rank"
         " had before, and the curve on the shares: keep the state in the batch, or begin each forward without it; a"
