@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hetseq.checkpoint import CheckpointManager, Held, Identity, Loaded, SaveResult
-from hetseq.checkpoint.images import Images, Protection
+from hetseq.checkpoint.images import Images
 from hetseq.cluster.membership.step_commit import CommitRow, Outcome, SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import WITHOUT_END, CheckpointConfig
@@ -26,6 +26,7 @@ from hetseq.data.plan import GlobalBatch, Position
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.replica import Replica, tied_names
 from hetseq.run.foreign_parts import with_foreign_parts
+from hetseq.run.image_making import say_what_protects
 from hetseq.run_directory import jsonable
 from hetseq.system import faults
 from hetseq.training.controller import TrainingState
@@ -335,24 +336,9 @@ class Saver:
         )  # fmt: skip
         faults.point("snapshot")
         if images.protection != before and images.protection is not None:
-            self._say_what_protects(images.protection)
+            say_what_protects(images.protection, self._sharing.whole)
         if not is_made and not images.is_refused:
             self._say_too_large()
-
-    def _say_what_protects(self, protection: Protection) -> None:
-        """Log where the images are, or which ranks' death would cost the steps since a save."""
-        if self._sharing.whole.rank != 0:
-            return
-        if protection.refusal is not None:
-            logger.warning(
-                "there is no memory for images of the state (%s), so the loss of an owner costs the steps since the"
-                " newest checkpoint: give --memory-buffer-size more, or make room in /dev/shm [no-second-place]",
-                protection.refusal,
-            )  # fmt: skip
-        elif protection.alone and self._sharing.whole.world_size > 1 and self._generation == 0:
-            logger.info(
-                "all ranks are on one node: its memory keeps the state of a killed process, but not that of a lost node"
-            )
 
     def _say_too_large(self) -> None:
         if not self._has_said_too_large:

@@ -5,12 +5,16 @@ Responsible for making `checkpoint.images.Images` from what a session knows.
 
 from __future__ import annotations
 
-from hetseq.checkpoint.images import Images
+import logging
+
+from hetseq.checkpoint.images import Images, Protection
 from hetseq.comm.group import Group
 from hetseq.config.sections import CheckpointConfig
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.replica import Replica
 from hetseq.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 
 def make_images(
@@ -29,3 +33,20 @@ def make_images(
         directory.path, directory.run_id, group, start=start, owned=owned if any(owned) else [1.0] * len(owned),
         messages=group.messages() if group.world_size > 1 else None, memory_bytes=config.memory_buffer_bytes(),
     )  # fmt: skip
+
+
+def say_what_protects(protection: Protection, group: Group) -> None:
+    """Log, on rank zero, why there are no images, or that they are on one node alone."""
+    if group.rank != 0:
+        return
+    if protection.refusal is not None:
+        logger.warning(
+            "there is no memory for images of the state (%s), so the loss of an owner costs the steps since the newest"
+            " checkpoint: give --memory-buffer-size more, or make room in /dev/shm [no-second-place]",
+            protection.refusal,
+        )  # fmt: skip
+    elif protection.alone and group.world_size > 1:
+        logger.log(
+            logging.INFO if group.generation == 0 else logging.DEBUG,
+            "all ranks are on one node: its memory keeps the state of a killed process, but not that of a lost node",
+        )  # fmt: skip

@@ -141,6 +141,7 @@ STORIES = {
     "if all that began are dead, what is left of any course is read": Story(
         (holds("D", None, generation=2, images=(image(THREE, 0, 1, 2),)),), "D", THREE, "D",
         image=image(THREE, 0).plan, newest=Record(2, ("A", "D"), lineage(TWO_LATER), fresh=frozenset("D")),
+        lost="all ranks that held the state are gone",
     ),
     "parts of two images are never put together, though they are of one step": Story(
         (

@@ -35,8 +35,6 @@ hetseq/comm/slices.py
     _Awaited.wait: _future.result: the thread waits for messages with the deadline of the group
 hetseq/comm/serial_thread.py
     SerialThread._serve: _tasks.get: an idle thread; `end` gives it None
-hetseq/checkpoint/image_copy.py
-    PartCopies._say_why_it_failed: future.exception: called when the future is done
 hetseq/parallel/owned_gradients.py
     OwnedGradients._await_gathers: transfer.wait: a transfer has the deadline of its group
     OwnedGradients._collect: unit.sending.wait: as above
