@@ -154,6 +154,7 @@ class ShadowFeed:
         content = [buffer.memory.numpy().data] if verdict is Verdict.APPLY else []
         if self._rank == 0:
             row = {key: value for key, value in due.row.items() if key != "ranks"}
+            row["log"] = dict(row.get("log", {}))  # which the task may change while this is sent
             buffers = self._replica.buffer_tensors(only_changing=True) if verdict is Verdict.APPLY else {}
             pieces = [parts.whole("model", name, value) for name, value in buffers.items()]
             after = controller.state.lineage

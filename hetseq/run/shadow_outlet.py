@@ -200,8 +200,8 @@ class Outlet:
         while self._closed_s is None:
             try:
                 connection = self._connect()
-            except PeerLostError:
-                break  # the generation is over
+            except (PeerLostError, OSError):
+                break  # the generation is over, or this process's launcher is gone
             except RendezvousError as error:
                 if pause_s == _AGAIN_S:
                     logger.info("the shadow %s is out of reach, and is tried again: %s", self.shadow, error)

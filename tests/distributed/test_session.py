@@ -212,9 +212,9 @@ def warnings_of(group: Group, save_dir: str, runs: list[list[str]]) -> list[list
     told = []
     for words in runs:
         handler = Keeping()
-        logging.getLogger("hetseq.run.build").addHandler(handler)
+        logging.getLogger("hetseq.run.announcements").addHandler(handler)
         train(group, save_dir, [*toy_words("Integers"), *words])
-        logging.getLogger("hetseq.run.build").removeHandler(handler)
+        logging.getLogger("hetseq.run.announcements").removeHandler(handler)
         told.append([record.getMessage() for record in handler.records if record.levelno >= logging.WARNING])
     return told
 

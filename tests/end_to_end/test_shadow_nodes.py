@@ -195,6 +195,7 @@ def test_the_ranks_wait_for_a_stopped_shadow_in_no_phase(nodes: Nodes, calm: dic
         os.kill(pid, signal.SIGCONT)
     asked = course.states()
     nodes.wait_until(lambda: course.states() > asked, "the shadow has the state again")
+    assert course.shadow() == pid, "in the same process"
     course.wait_for(course.step() + 3)
     last = course.step()
     course.kill(0, 1)
@@ -307,3 +308,29 @@ def test_a_shadow_that_comes_before_the_ranks_have_begun_follows_them(nodes: Nod
     nodes.wait_until(lambda: "got the state after step" in course.log(3), "the shadow has the state")
     assert [ended.code for ended in nodes.finish(head, other, shadow)] == [EXIT_DONE] * 3, nodes.story()
     check_curve(course, calm)
+
+
+def test_a_shadow_that_has_missed_steps_gets_the_state_again(nodes: Nodes) -> None:
+    """More than the kernels keep for it, so that the ranks have to drop steps."""
+    task = nodes.folder / "wide_task.py"
+    task.write_text(WIDE)
+    course = Course(nodes, *NO_STATE, "--task", f"{task}:Wide", "--max-update", 90)
+    course.start("--ranks", 2)
+    course.follow()
+    pid, before = course.shadow(), regroups(course)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        course.wait_for(course.step() + 30)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    nodes.wait_until(lambda: course.states() == 2, "the shadow has the state again")
+    assert (course.shadow(), regroups(course)) == (pid, before), nodes.story()
+    course.wait_for(course.step() + 5)
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    assert len(takeovers(course)) == 1
+    alone = nodes.folder / "alone"
+    nodes.start(*WORDS, "--task", f"{task}:Wide", "--max-update", 90, "--ranks", 1, "--save-dir", alone, "--no-save")
+    nodes.finish()
+    rows = map(json.loads, (alone / "metrics.jsonl").read_text().splitlines())
+    check_curve(course, {row["step"]: row["loss"] for row in rows if "loss" in row})

@@ -66,50 +66,63 @@ class Busy(Ledger):
 
     def load_state_dict(self, state):
         self.losses, self.average = list(state["losses"]), state["average"]
+
+class WithoutHook(Busy):
+    after_step = Ledger.after_step
+    state_dict = Ledger.state_dict
+    load_state_dict = Ledger.load_state_dict
 """
 SCHEDULE = ("--lr-scheduler", "polynomial", "--warmup-updates", 10, "--optimizer", "sgd", "--momentum", 0.9)
 
 
-def of(nodes: Nodes) -> tuple[object, ...]:
-    """The options of the task in a file of these nodes."""
-    task = nodes.folder / "busy_task.py"
-    task.write_text(TASK)
-    return ("--task", f"{task}:Busy", "--lr", 0.02, *SCHEDULE)
+def of(nodes: Nodes, task: str) -> tuple[object, ...]:
+    """The options of a task in a file of these nodes."""
+    file = nodes.folder / "busy_task.py"
+    file.write_text(TASK)
+    return ("--task", f"{file}:{task}", "--lr", 0.02, *SCHEDULE)
+
+
+Curve = dict[int, tuple[float | None, float]]
 
 
 @pytest.fixture(scope="module")
-def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float | None, float]]:
-    """Loss and learning rate of each step on one device."""
-    nodes = Nodes(stock, tmp_path_factory.mktemp("calm"))
-    try:
-        save_dir = nodes.folder / "run"
-        nodes.start(*WORDS, *of(nodes), "--ranks", 1, "--save-dir", save_dir, "--no-save")
-        (ended,) = nodes.finish()
-        assert ended.code == EXIT_DONE, ended.err
-        rows = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
-        return {row["step"]: (row["loss"], row["lr"]) for row in rows if "loss" in row}
-    finally:
-        nodes.close()
+def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
+    """Loss and learning rate of each step on one device, by task."""
+    found = {}
+    for task in ("Busy", "WithoutHook"):
+        nodes = Nodes(stock, tmp_path_factory.mktemp("calm"))
+        try:
+            save_dir = nodes.folder / "run"
+            nodes.start(*WORDS, *of(nodes, task), "--ranks", 1, "--save-dir", save_dir, "--no-save")
+            (ended,) = nodes.finish()
+            assert ended.code == EXIT_DONE, ended.err
+            rows = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
+            found[task] = {row["step"]: (row["loss"], row["lr"]) for row in rows if "loss" in row}
+        finally:
+            nodes.close()
+    return found
 
 
+@pytest.mark.parametrize("task", ["Busy", "WithoutHook"])
 @pytest.mark.parametrize("words", [(), ("--shard-model", "state")], ids=["replicas", "owners"])
 def test_a_shadow_follows_all_that_the_next_step_depends_on(
-    nodes: Nodes, calm: dict[int, tuple[float | None, float]], words: tuple[str, ...]
+    nodes: Nodes, calm: dict[str, Curve], words: tuple[str, ...], task: str
 ) -> None:
-    assert any(loss is None for loss, _ in calm.values()), "a step was skipped"
-    assert len({rate for _, rate in calm.values()}) > 100
-    course = Course(nodes, *NO_STATE, *of(nodes), *words, "--balance", "5,3,4")
+    curve = calm[task]
+    skipped = [step for step, (loss, _) in curve.items() if loss is None]
+    assert len(skipped) > 3
+    assert len({rate for _, rate in curve.values()}) > 100
+    course = Course(nodes, *NO_STATE, *of(nodes, task), *words, "--balance", "5,3,4")
     course.start("--ranks", 2)
     course.follow()
-    skipped = [step for step, (loss, _) in calm.items() if loss is None]
     first = course.step()
     nodes.wait_until(lambda: any(first + 2 < step < course.step() - 2 for step in skipped), "a skipped step")
     last = course.step()
     course.kill(0, 1)
     assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
     mine = {int(row["step"]): (row["loss"], row["lr"]) for row in course.rows()}
-    assert mine.keys() == calm.keys()
-    for step, (loss, rate) in calm.items():
+    assert mine.keys() == curve.keys()
+    for step, (loss, rate) in curve.items():
         found, found_rate = mine[step]
         assert (found is None) == (loss is None), step
         assert found_rate == rate, f"step {step} after {takeovers(course)}\n{course.log(2)}"

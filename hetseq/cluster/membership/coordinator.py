@@ -37,6 +37,7 @@ _REACH_S = 30.0  # a probe gives up after 8 s
 _DIRECTORY_S = 60.0  # per answer; looking for a mark on a network file system takes 15 s
 _LOAD_S = 1800.0  # loading data may take minutes; a worker that dies meanwhile is reported
 _LINGER_S = 3.0
+_EARLY_S = 60.0
 _CUT_S = 20.0  # after an abnormal end: launchers wait 5 s for their workers
 _END_S = 90.0  # after the first normal end, for the others to finish their step and their save
 
@@ -63,6 +64,7 @@ class Coordinator(Latecomers):
         self.sent_away = 0  # how often a node with another secret was rejected; the caller counts
         self._hint = hint  # where to look if nodes wait in another place
         self._min_ranks, self._join_timeout_s, self._paste = min_ranks, join_timeout_s, paste
+        self._early_word_s = now_s + _EARLY_S  # when nodes that came early are told next that they still wait
         self._quiet_until_s = now_s + quiet_s  # nodes that are missing until then are no news
         self._is_polite = True  # whether the ranks may finish their work, once the run is ending
         self._roster = Roster()
@@ -144,6 +146,12 @@ class Coordinator(Latecomers):
         if now_s >= self._deadline_s:
             self._give_up()
         next_s = self._next_word_s if self.phase in _BEFORE_WORKERS else now_s + 60
+        if self._early:
+            if now_s >= self._early_word_s:
+                self._early_word_s = now_s + _EARLY_S
+                for early in self._early:  # else it would take the head for silent
+                    self._send(early, "tell", text=f"the run has not begun yet: {self.phase.value}")
+            next_s = min(next_s, self._early_word_s)
         if self._crews is not None and self._is_training:
             next_s = min(next_s, now_s + self._crews.tick(now_s))
             self._after_crews()

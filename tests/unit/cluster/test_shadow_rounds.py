@@ -202,7 +202,7 @@ def test_a_worker_that_was_a_shadow_is_a_rank_from_then_on() -> None:
 
 
 def hub_with(*claims: tuple[int, Claim]) -> Coordinator:
-    hub = Coordinator(join_timeout_s=60.0, paste="", now_s=0.0)
+    hub = Coordinator(join_timeout_s=600.0, paste="", now_s=0.0)
     for member, claim in claims:
         hub.handle(member, claim_record(claim), 1.0)
     return hub
@@ -229,6 +229,11 @@ def test_a_shadow_that_comes_before_the_run_has_begun_waits_and_counts_for_nothi
     hub = hub_with((0, Claim("labA", 1, 1, min_ranks=2)), (1, SHADOW))
     assert hub.ending is None
     assert "joins once they train" in hub.outbox[-1][1]["text"]
+    hub.outbox.clear()
+    left_s = hub.tick(2.0)
+    assert left_s <= 60.0
+    hub.tick(62.0)
+    assert [record["kind"] for member, record in hub.outbox if member == 1] == ["tell"], "it hears that the head lives"
     hub.gone(1, "it left", 2.0)  # nothing is lost
     assert hub.ending is None
 
