@@ -129,6 +129,7 @@ class Saver:
         self._making_s = 0.0  # on the slowest rank, of the newest image
         self._last_s: float = now() if before is None else before.last_s
         self._kept_s: float | None = None  # when a state was last kept in memory
+        self._kept_step = 0
         self._is_prepared = False
         self._has_said_too_large = False
         self._underway: Underway | None = None  # the same on all ranks
@@ -187,7 +188,8 @@ class Saver:
         if self._kept_s is None:
             return True
         if every > 0:
-            return step % every == 0
+            # an image that was due while the one before was under way is made up for
+            return step % every == 0 or (images is not None and step // every > self._kept_step // every)
         keeping_s = self._manager.keeping_s if images is None else self._making_s
         return self._now() - self._kept_s >= max(_LEAST_KEEPING_S, _KEEPING_SHARE * keeping_s)
 
@@ -296,7 +298,7 @@ class Saver:
 
         A directory group without room for it does nothing.
         """
-        self._kept_s = self._now()
+        self._kept_s, self._kept_step = self._now(), state.position.step - 1
         self._replica.task_state.share(self._sharing.whole)
         if self._images is not None:
             self._make_image(self._images, state, nonce=nonce, rows=rows)

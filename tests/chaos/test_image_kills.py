@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 EVERY = 3  # steps between two images
 PHASES = [*IN_STEPS, "image"]
-IN_MEMORY = {"memory_interval_updates": EVERY, "no_save": True}
+SLOWLY = {"throttle": "0:3,1:3,2:3"}  # so that an image is safe within a step, whatever else the machine does
+IN_MEMORY = {"memory_interval_updates": EVERY, "no_save": True, **SLOWLY}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_kill_between_two_units_of_new_parameters_spoils_no_image(
 def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, calm: Calm, tmp_path: Path) -> None:
     faults = Faults().kill(rank=2).at(step=19, phase="reduce").kill(rank=0).at(step=54, phase="commit")
     # a save under way would be looked for
-    saving = {"save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1}
+    saving = {"save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1, **SLOWLY}
     task = {"are_nodes": True, "notes_opens": True}
     run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **saving)
     run.check_curve(calm)
@@ -130,7 +131,7 @@ def test_two_owners_that_keep_the_images_of_each_other_send_all_back_to_the_newe
     chaos: Chaos, calm: Calm, tmp_path: Path
 ) -> None:
     faults = Faults().kill(rank=0).at(step=20, phase="reduce").kill(rank=2).at(step=20, phase="reduce")
-    saving = {"save_interval_updates": 5, "no_epoch_checkpoints": True, "memory_interval_updates": EVERY}
+    saving = {"save_interval_updates": 5, "no_epoch_checkpoints": True, "memory_interval_updates": EVERY, **SLOWLY}
     run = Run(chaos, tmp_path, faults, own="2,0,1", task={"are_nodes": True}, **saving)
     run.check_curve(calm)
     (loss,) = [event for event in run.found.events if event.get("lost")]
