@@ -73,6 +73,8 @@ class Run:
             bucket_cap_mb="0.0001", step_deadline=60, **options,
         )  # fmt: skip
         self.said = self.found.said
+        lines = (chaos.newest / "metrics.jsonl").read_text().splitlines()
+        self.written = [json.loads(line) for line in lines]  # also rows of steps that were done again
         lines = diary.read_text().splitlines() if diary.exists() else []
         self.kills = [json.loads(line) for line in lines]
         assert len(self.kills) == len(faults.faults), f"not all kills have happened: {self.kills}\n{self.said}"
