@@ -243,8 +243,9 @@ class GlooGroup:
         if self._neighbours is not None and are_on_cpu:
             return SharedSlices(self._neighbours, deadline_s=lambda: self.deadline_s)
         return TaggedSlices(
-            self._transport, rank=self.rank, world_size=self.world_size, deadline_s=lambda: self.deadline_s
-        )
+            self._transport, rank=self.rank, world_size=self.world_size, deadline_s=lambda: self.deadline_s,
+            is_cut=lambda: self._is_cut,
+        )  # fmt: skip
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """As in `Group`. For all ranks it returns the group itself, for one rank a LocalGroup."""

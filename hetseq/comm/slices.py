@@ -23,6 +23,8 @@ from hetseq.comm.peer_errors import PeerErrors
 from hetseq.comm.serial_thread import SerialThread
 
 _TAGS = 1 << 30
+_CUT_S = 0.3  # for a transfer to end once its connections are cut
+_END_S = 2.0  # for the threads to end
 _AT_ONCE = 2  # slices of a sum that an owner receives, so that their memory does not grow with the number of givers
 
 
@@ -86,7 +88,8 @@ class SliceExchange(Protocol):
 class TaggedSlices:
     """Slices by the point-to-point messages of gloo, between any devices. A thread waits for them and adds them up.
 
-    `transport` gives the process group; None for a world of one.
+    `transport` gives the process group; None for a world of one. `is_cut`: its connections were cut. A send that was
+    under way then may end only at its deadline, so no rank waits for it any more.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class TaggedSlices:
         rank: int,
         world_size: int,
         deadline_s: Callable[[], float],
+        is_cut: Callable[[], bool] = lambda: False,
     ) -> None:
         self._transport, self._rank, self._world_size, self._deadline_s = transport, rank, world_size, deadline_s
+        self._is_cut = is_cut
         self.sent_bytes = self.received_bytes = 0
         self._free: list[torch.Tensor] = []
         self._tag = 0
@@ -164,8 +169,9 @@ class TaggedSlices:
         return self._exchange("the state", dict(outgoing), dict(incoming))
 
     def close(self) -> None:
-        self._posting.end()
-        self._waiting.end()
+        patience_s = _CUT_S if self._is_cut() else _END_S
+        self._posting.end(patience_s=patience_s)
+        self._waiting.end(patience_s=patience_s)
 
     def _outgoing(self, flat: torch.Tensor, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
         """The slice of each other owner, beginning after this rank, so that not all ranks send to the same one."""
@@ -194,7 +200,7 @@ class TaggedSlices:
             received()
             self._await(sent())
 
-        return _Awaited(self._waiting.put(finish), what, self._deadline_s, at_end)
+        return _Awaited(self._waiting.put(finish), what, self._deadline_s, self._is_cut, at_end)
 
     def _receive(self, incoming: dict[int, torch.Tensor], tag: int) -> Callable[[], None]:
         """Post to receive slices; the result waits for them. From any thread."""
@@ -270,9 +276,14 @@ class _Awaited:
     """A transfer that a thread completes."""
 
     def __init__(
-        self, future: Future[None], what: str, deadline_s: Callable[[], float], at_end: Callable[[], None]
+        self,
+        future: Future[None],
+        what: str,
+        deadline_s: Callable[[], float],
+        is_cut: Callable[[], bool],
+        at_end: Callable[[], None],
     ) -> None:
-        self._future, self._what, self._deadline_s = future, what, deadline_s
+        self._future, self._what, self._deadline_s, self._is_cut = future, what, deadline_s, is_cut
         self._at_end: Callable[[], None] | None = at_end
 
     def is_over(self) -> bool:
@@ -280,7 +291,19 @@ class _Awaited:
 
     def wait(self) -> None:
         with PeerErrors(self._what, self._deadline_s()):
-            self._future.result()
+            self._await()
         if self._at_end is not None:
             self._at_end()
             self._at_end = None
+
+    def _await(self) -> None:
+        while True:
+            was_cut = self._is_cut()
+            try:
+                self._future.result(timeout=_CUT_S)
+                return
+            except TimeoutError:
+                if self._future.done():  # it is the transfer's own error
+                    raise
+                if was_cut:
+                    raise RuntimeError("its connections were cut") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,3 +132,29 @@ def test_an_owner_receives_slices_of_several_sizes_and_many_ranks_in_the_same_me
 ) -> None:
     found = run_ranks(sum_sizes, world_size, [100, 97, 111, 103, 99, 106], timeout_s=40)
     assert found == [pieces, *[0] * (world_size - 1)]
+
+
+def wait_after_a_cut(group: Group) -> tuple[float, str]:
+    """A transfer whose connections are cut, and whose send does not end before its deadline, as gloo's may."""
+    assert isinstance(group, GlooGroup)
+    exchange = group.slices(CPU)
+    assert isinstance(exchange, TaggedSlices)
+    over = threading.Event()
+    exchange._await = lambda works: over.wait(20.0)  # type: ignore[method-assign,assignment,return-value]
+    pending = exchange.swap({1 - group.rank: torch.zeros(4)}, {1 - group.rank: torch.zeros(4)})
+    began_s = time.monotonic()
+    threading.Timer(0.2, group.sever).start()
+    try:
+        pending.wait()
+    except PeerLostError as error:
+        exchange.close()
+        return time.monotonic() - began_s, str(error)
+    finally:
+        over.set()
+    return 0.0, ""
+
+
+def test_no_rank_waits_for_a_send_whose_connection_is_cut() -> None:
+    for seconds, told in run_ranks(wait_after_a_cut, 2):
+        assert "its connections were cut" in told
+        assert seconds < 5.0

@@ -32,7 +32,6 @@ hetseq/loop/whole.py
     Whole._gathered: wait.wait: the collective got the deadline of its group
 hetseq/comm/slices.py
     TaggedSlices._post: future.result: the thread waits for the GPU, then posts without waiting
-    _Awaited.wait: _future.result: the thread waits for messages with the deadline of the group
 hetseq/comm/serial_thread.py
     SerialThread._serve: _tasks.get: an idle thread; `end` gives it None
 hetseq/parallel/owned_gradients.py
