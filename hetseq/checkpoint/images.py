@@ -154,7 +154,7 @@ class Images:
         plan = sha256(f"{attempt.to_json()} {self._digest}".encode())
         self._serial, self._step = self._serial + 1, identity.step
         slot, serial = self._serial % IMAGES, self._serial
-        with self._lock:  # memory is allocated once, and no part of what an image takes
+        with self._lock:  # the time of an image begins here: memory for images is allocated only once
             self._awaited, self._began_s = len(self._own), time.perf_counter()
 
         def record_of(part: ImagePart) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Images:
             own.settle()
         self.blocked_s += time.perf_counter() - began_s
 
-    def heed(self, *, are_all_safe: bool) -> None:
+    def note_commit(self, *, are_all_safe: bool) -> None:
         """After each commit: once the first image of this generation is safe on all ranks, free the older ones."""
         if not (self.has_made_one and are_all_safe) or self.is_refused:
             return

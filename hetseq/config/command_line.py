@@ -241,6 +241,17 @@ class _Keep(argparse.Action):
         setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), (option_string, values)])
 
 
+def number_within(text: str, least: float, most: float, what: str) -> float:
+    """The number in a text; ValueError says that `what` is expected if it is none or out of range."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise ValueError(f"expected {what}")
+    return value
+
+
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """A reader of whole numbers from `least`, to `most` if given."""
     span = f"of {least} or more" if most is None else f"from {least} to {most}"

@@ -165,7 +165,7 @@ class AfterStep:
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
         outcome = result.outcome
-        self._saver.heed(outcome.rows)
+        self._saver.note_commit(outcome.rows)
         due = self.due(controller, result)
         self._report(result, due.row)
         if self.shadows is not None:

@@ -216,11 +216,11 @@ class Saver:
             making_us=0 if self._images is None else round(1e6 * self._images.making_s),
         )
 
-    def heed(self, rows: Sequence[CommitRow]) -> None:
+    def note_commit(self, rows: Sequence[CommitRow]) -> None:
         """After each commit, given the rows of all ranks: what they say of the newest image. Any rank, alone."""
         if self._images is not None:
             self._making_s = max(row.saving.making_us for row in rows) / 1e6
-            self._images.heed(are_all_safe=all(row.saving.sealed for row in rows))
+            self._images.note_commit(are_all_safe=all(row.saving.sealed for row in rows))
             if self._images.safe_step is not None:
                 self._manager.forget_images()
 

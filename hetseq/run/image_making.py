@@ -48,5 +48,5 @@ def say_what_protects(protection: Protection, group: Group) -> None:
     elif protection.alone and group.world_size > 1:
         logger.log(
             logging.INFO if group.generation == 0 else logging.DEBUG,
-            "all ranks are on one node: its memory keeps the state of a killed process, but not that of a lost node",
+            "all ranks are on one node: images in its memory survive a killed process, but not the loss of the node",
         )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos import runs
+from tests.chaos.owned_runs import Calm, calm_run
 from tests.chaos.runs import Chaos, Outcome
 from tests.support.nodes import Stock
 
@@ -33,3 +34,9 @@ def stock() -> Iterator[Stock]:
     stock = Stock(0)
     yield stock
     stock.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The run of one device, for runs with owners."""
+    return calm_run(chaos, tmp_path_factory.mktemp("undisturbed"))

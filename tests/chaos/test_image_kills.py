@@ -19,7 +19,6 @@ from tests.chaos.owned_runs import (
     RECOVERIES,
     Calm,
     Run,
-    calm_run,
     check_survivors,
     one_after_the_other,
 )
@@ -35,17 +34,12 @@ SLOWLY = {"throttle": "0:3,1:3,2:3"}  # so that an image is safe within a step, 
 IN_MEMORY = {"memory_interval_updates": EVERY, "no_save": True, **SLOWLY}
 
 
-@pytest.fixture(scope="module")
-def calm(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    return calm_run(chaos, tmp_path_factory.mktemp("calm"))
-
-
-def check_each_goes_back_in_place(run: Run, calm: Calm) -> None:
+def check_each_goes_back_in_place(run: Run, undisturbed: Calm) -> None:
     """The same processes went on from the newest image that was known to be safe, or a newer one.
 
     That is at most so many steps old, unless the machine needs several of these short steps for an image.
     """
-    run.check_losses(calm)
+    run.check_losses(undisturbed)
     assert len(run.losses) == len(run.kills), run.said
     distances: list[int] = []
     for kill, loss in zip(run.kills, run.losses, strict=True):
@@ -60,7 +54,7 @@ def check_each_goes_back_in_place(run: Run, calm: Calm) -> None:
     assert statistics.median(distances) <= EVERY + 1
     assert run.said.count("[went-back]") == len(run.kills)
     assert "[state-lost]" not in run.said
-    begun = check_survivors(run.computed, run.kills, calm.samples_of, back=max(distances))
+    begun = check_survivors(run.computed, run.kills, undisturbed.samples_of, back=max(distances))
     assert sum(times - 1 for times in begun.values()) <= sum(distances)
 
 
@@ -75,34 +69,34 @@ shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["sh
     ids=lambda value: str(value),
 )
 def test_the_others_go_back_to_an_image_wherever_an_owner_is_killed(
-    own: str, victim: int, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+    own: str, victim: int, shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     phases = [*PHASES, *(["image_answer"] if own != "2,0,1" else [])]  # a rank that keeps no image gives no answer
     faults = one_after_the_other(victim, nth=6, phases=phases)
     task: dict[str, Any] = {"shares_memory": shares_memory, "are_nodes": True}
     run = Run(chaos, tmp_path, faults, own=own, task=task, **IN_MEMORY)
-    check_each_goes_back_in_place(run, calm)
+    check_each_goes_back_in_place(run, undisturbed)
 
 
 @pytest.mark.fault("FT-1")
 @shared_or_not
 def test_a_kill_between_two_units_of_new_parameters_spoils_no_image(
-    shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+    shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     task = {"shares_memory": shares_memory, "has_place_in_gather": True, "are_nodes": True}
     place: dict[str, Any] = {"phase": "transfer", "nth": 2}
     faults = Faults().kill(rank=2).at(step=8, **place).kill(rank=0).at(step=30, **place)
-    check_each_goes_back_in_place(Run(chaos, tmp_path, faults, own="2,0,1", task=task, **IN_MEMORY), calm)
+    check_each_goes_back_in_place(Run(chaos, tmp_path, faults, own="2,0,1", task=task, **IN_MEMORY), undisturbed)
 
 
 @pytest.mark.fault("FT-1")
-def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, calm: Calm, tmp_path: Path) -> None:
+def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, undisturbed: Calm, tmp_path: Path) -> None:
     faults = Faults().kill(rank=2).at(step=19, phase="reduce").kill(rank=0).at(step=54, phase="commit")
     # a save under way would be looked for
     saving = {"save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1, **SLOWLY}
     task = {"are_nodes": True, "notes_opens": True}
     run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **saving)
-    run.check_curve(calm)
+    run.check_curve(undisturbed)
     assert all(loss["image"] for loss in run.losses)
     opened = read_opened(tmp_path / "watched")
     assert opened, "saves open files"
@@ -115,35 +109,35 @@ def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, calm:
 @pytest.mark.parametrize("shares_memory", [True, *nightly(False)])
 @pytest.mark.parametrize("name", [*OFTEN, *nightly(*(name for name in RECOVERIES if name not in OFTEN))])
 def test_kills_while_the_others_recover(
-    name: str, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+    name: str, shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     faults, has_owner = RECOVERIES[name]
     task: dict[str, Any] = {"shares_memory": shares_memory, "are_nodes": True}
     run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **IN_MEMORY)
-    run.check_losses(calm)
+    run.check_losses(undisturbed)
     went_back = [event for event in run.found.events if event.get("image")]
     assert bool(went_back) == has_owner
 
 
 @pytest.mark.fault("FT-21")
 def test_two_ranks_at_once_cost_no_more_if_neither_has_what_the_other_owns(
-    chaos: Chaos, calm: Calm, tmp_path: Path
+    chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     faults = Faults().kill(rank=1).at(step=20, phase="reduce").kill(rank=2).at(step=20, phase="reduce")
     run = Run(chaos, tmp_path, faults, own="2,0,1", task={"are_nodes": True}, **IN_MEMORY)
-    run.check_losses(calm)
+    run.check_losses(undisturbed)
     assert [event["step"] for event in run.found.events if event.get("image")] == [18], run.said
     assert "[state-lost]" not in run.said
 
 
 @pytest.mark.fault("FT-21")
 def test_two_owners_that_keep_the_images_of_each_other_send_all_back_to_the_newest_checkpoint(
-    chaos: Chaos, calm: Calm, tmp_path: Path
+    chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     faults = Faults().kill(rank=0).at(step=20, phase="reduce").kill(rank=2).at(step=20, phase="reduce")
     saving = {"save_interval_updates": 5, "no_epoch_checkpoints": True, "memory_interval_updates": EVERY, **SLOWLY}
     run = Run(chaos, tmp_path, faults, own="2,0,1", task={"are_nodes": True}, **saving)
-    run.check_curve(calm)
+    run.check_curve(undisturbed)
     (loss,) = [event for event in run.found.events if event.get("lost")]
     assert loss["lost"] == "ranks 0 and 2 owned 100 % of the state, and no other rank holds it"
     assert (loss["step"] in (10, 15), loss.get("image")) == (True, None)

@@ -21,7 +21,6 @@ from tests.chaos.owned_runs import (
     RECOVERIES,
     Calm,
     Run,
-    calm_run,
     check_survivors,
     one_after_the_other,
 )
@@ -31,27 +30,22 @@ from tests.support.nightly import nightly
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="module")
-def calm(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    return calm_run(chaos, tmp_path_factory.mktemp("calm"))
-
-
-def check_each_costs_one_step(run: Run, calm: Calm) -> None:
+def check_each_costs_one_step(run: Run, undisturbed: Calm) -> None:
     """The others continued with the step under way, as the same processes."""
-    run.check_curve(calm)
+    run.check_curve(undisturbed)
     assert len(run.losses) == len(run.kills), run.said
     for kill, loss in zip(run.kills, run.losses, strict=True):
         assert loss["step"] - kill["step"] in PHASES[kill["phase"]], (kill, loss)
     assert not any("lost" in loss for loss in run.losses)
     assert {loss["state_bytes"] for loss in run.losses} == {0}
-    begun = check_survivors(run.computed, run.kills, calm.samples_of)
+    begun = check_survivors(run.computed, run.kills, undisturbed.samples_of)
     assert max(begun.values()) <= 2
     assert {step for step, times in begun.items() if times > 1} <= {loss["step"] + 1 for loss in run.losses}
 
 
-def check_each_goes_back(run: Run, calm: Calm) -> None:
+def check_each_goes_back(run: Run, undisturbed: Calm) -> None:
     """The others went back to the newest state each time, and said so."""
-    run.check_curve(calm)
+    run.check_curve(undisturbed)
     assert len(run.losses) == len(run.kills), run.said
     for kill, loss in zip(run.kills, run.losses, strict=True):
         assert loss["lost"].startswith(f"rank {kill['slot']} owned ")
@@ -82,56 +76,56 @@ shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["sh
     ("own", "victim"), [("2,0,1", 1), *nightly(("0,2,1", 0), is_many=True)], ids=lambda value: str(value)
 )
 def test_a_rank_that_owns_nothing_costs_one_step_wherever_it_is_killed(
-    own: str, victim: int, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+    own: str, victim: int, shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     faults = one_after_the_other(victim, nth=2)
     run = Run(chaos, tmp_path, faults, own=own, task={"shares_memory": shares_memory}, **SAVING)
-    check_each_costs_one_step(run, calm)
+    check_each_costs_one_step(run, undisturbed)
 
 
 @pytest.mark.fault("FT-1", "FT-2")
 @shared_or_not
 @pytest.mark.parametrize(("own", "victim"), [("2,0,1", 2), *nightly(("2,0,1", 0), is_many=True)])
 def test_an_owner_sends_all_back_to_the_newest_state_wherever_it_is_killed(
-    own: str, victim: int, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+    own: str, victim: int, shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     faults = one_after_the_other(victim, nth=6)
     run = Run(chaos, tmp_path, faults, own=own, task={"shares_memory": shares_memory}, **SAVING)
-    check_each_goes_back(run, calm)
+    check_each_goes_back(run, undisturbed)
 
 
 @pytest.mark.fault("FT-1")
 @shared_or_not
 def test_a_kill_between_two_units_of_new_parameters_spoils_none(
-    shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+    shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     kinds, place = {"shares_memory": shares_memory, "has_place_in_gather": True}, {"phase": "transfer", "nth": 2}
     faults = Faults().kill(rank=1).at(step=8, **place)
-    check_each_costs_one_step(Run(chaos, tmp_path / "a", faults, own="2,0,1", task=kinds, **SAVING), calm)
+    check_each_costs_one_step(Run(chaos, tmp_path / "a", faults, own="2,0,1", task=kinds, **SAVING), undisturbed)
     faults = Faults().kill(rank=2).at(step=8, **place).kill(rank=0).at(step=30, **place)
-    check_each_goes_back(Run(chaos, tmp_path / "b", faults, own="2,0,1", task=kinds, **SAVING), calm)
+    check_each_goes_back(Run(chaos, tmp_path / "b", faults, own="2,0,1", task=kinds, **SAVING), undisturbed)
 
 
 @pytest.mark.fault("FT-21")
 @pytest.mark.parametrize("shares_memory", [True, *nightly(False)])
 @pytest.mark.parametrize("name", [*OFTEN, *nightly(*(name for name in RECOVERIES if name not in OFTEN))])
 def test_kills_while_the_others_recover(
-    name: str, shares_memory: bool, chaos: Chaos, calm: Calm, tmp_path: Path
+    name: str, shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     faults, has_owner = RECOVERIES[name]
     run = Run(chaos, tmp_path, faults, own="2,0,1", task={"shares_memory": shares_memory}, **SAVING)
-    run.check_curve(calm)
+    run.check_curve(undisturbed)
     assert any("lost" in event for event in run.found.events) == has_owner
     assert ("[state-lost]" in run.said) == has_owner
 
 
 @pytest.mark.fault("FT-1")
 def test_a_run_with_owners_that_saves_nothing_says_so_and_begins_again(
-    chaos: Chaos, calm: Calm, tmp_path: Path
+    chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
     faults = Faults().kill(rank=2).at(step=20, phase="reduce")
     run = Run(chaos, tmp_path, faults, own="2,0,1", task={}, no_save=True, memory_interval_updates=0)
-    run.check_losses(calm)
+    run.check_losses(undisturbed)
     (loss,) = run.losses
     assert loss["step"] == 0
     # a third, as closely as the grains of a small model allow

@@ -177,7 +177,7 @@ def test_an_image_is_safe_only_once_its_second_place_has_answered(tmp_path: Path
     slow, fast = run_ranks(hold_back, 2, tmp_path)
     assert (slow["is_safe"], fast["is_safe"]) == (False, True)
     assert dict(fast["there"])[1] == (0, 1), "the image before is whole at both places"
-    assert dict(fast["there"])[2] == (1,), "of the new one, what is its own"
+    assert dict(fast["there"])[2] == (1,), "its own part of the new one"
     assert dict(slow["later"]) == dict(fast["later"]) == {2: (0, 1), 1: (0, 1)}
     assert slow["left"] == fast["left"] == []
 
@@ -235,7 +235,7 @@ def test_a_byte_that_changes_on_the_way_makes_no_second_place(tmp_path: Path) ->
 
 
 def live_in_little_room(group: Group, folder: Path) -> Any:
-    """Nobody has room for all of what rank 0 owns, then nobody has any."""
+    """No rank has room for all that rank 0 owns; later no rank has room for any of it."""
     node = Node(group, folder, (1, 0, 0))
     room = {0: 10**9, 1: 4_000_000, 2: 8_000_000}
     module.available_bytes = lambda: room[group.rank]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A shadow follows a run without computing; when all ranks that compute are killed, the run goes on from its state."""
+"""A shadow follows a run without computing; if all computing ranks are killed, it continues the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Wide(Ledger):
         return torch.nn.Sequential(torch.nn.Linear(8, {UNITS}), torch.nn.Tanh(), torch.nn.Linear({UNITS}, 1))
 """
 SLOWLY = ("--throttle", "0:30,1:30")  # so that other processes start while these two ranks train
-NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # what is not in a process is lost
+NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # a state that no process has is lost
 
 
 class Course:

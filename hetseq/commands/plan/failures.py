@@ -1,7 +1,7 @@
 """Failures of a cluster on paper: the options of `hetseq simulate` about them, and the answer as text and JSON.
 
-Reads how often nodes fail and what a recovery takes, chooses what was not given, and words what `balance.goodput`
-finds. It simulates nothing itself.
+Responsible for three things: it reads how often nodes fail and how long a recovery takes, fills in options that were
+not given, and writes the result of `balance.goodput` as text. It simulates nothing itself.
 
 Defaults are figures of this repository. A restart takes 4.1 s and a regroup 0.1 s, as bench/recover.py measured for
 three ranks of one machine under torchrun and under HetSeq (docs/concepts/benchmarks.md). A save costs 8 % of a step:
@@ -35,7 +35,7 @@ from hetseq.balance.goodput import (
 )
 from hetseq.balance.simulation import Cluster, Step, best_step_s
 from hetseq.commands.plan.cells import seconds_text
-from hetseq.config.command_line import CommandOption, Given, seconds, whole_number
+from hetseq.config.command_line import CommandOption, Given, number_within, seconds, whole_number
 from hetseq.errors import ConfigError
 from hetseq.monitor.tables import Cells, table
 
@@ -81,27 +81,17 @@ class FailureQuestion:
     image_steps: int | None
 
 
-def _number(text: str, least: float, most: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise ValueError(f"expected {what}")
-    return value
-
-
 def _per_day(text: str) -> float:
-    return _number(text, 1e-9, _MOST_PER_DAY, "failures of one node in a day, above 0, as in 0.01")
+    return number_within(text, 1e-9, _MOST_PER_DAY, "failures of one node in a day, above 0, as in 0.01")
 
 
 def _minutes(text: str) -> float:
-    return _number(text, 0, _MOST_MINUTES, "minutes of 0 or more, as in 60")
+    return number_within(text, 0, _MOST_MINUTES, "minutes of 0 or more, as in 60")
 
 
 def _save_minutes(text: str) -> float | str:
     what = "minutes above 0, as in 10, or best for the interval with the most goodput"
-    return BEST if text == BEST else _number(text, 1e-6, _MOST_MINUTES, what)
+    return BEST if text == BEST else number_within(text, 1e-6, _MOST_MINUTES, what)
 
 
 def _preemption(text: str) -> Preemption:
@@ -110,7 +100,7 @@ def _preemption(text: str) -> Preemption:
         if not group or len(numbers) != 2:
             raise ValueError
         return Preemption(
-            group, _number(numbers[0], 1e-9, _MOST_PER_DAY, ""), _number(numbers[1], 0, _MOST_MINUTES, "")
+            group, number_within(numbers[0], 1e-9, _MOST_PER_DAY, ""), number_within(numbers[1], 0, _MOST_MINUTES, "")
         )
     except ValueError:
         raise ValueError(
@@ -221,7 +211,7 @@ def _given_beside_preemptions(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class FailureAnswer:
-    """The ways to survive the failures, what each makes of the same ones, and what was chosen for them."""
+    """The ways to survive failures, and the goodput of each with the same failures."""
 
     question: FailureQuestion
     nodes: int

@@ -6,7 +6,6 @@ plan` by rank and for `hetseq simulate` by group. It computes no layout itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from hetseq.balance.simulation import RankModel
 from hetseq.commands.plan.cells import seconds_text, shares_text
 from hetseq.commands.plan.measured_run import MeasuredRun, named
 from hetseq.config.byte_size import parse_size
-from hetseq.config.command_line import CommandOption, Given
+from hetseq.config.command_line import CommandOption, Given, number_within
 from hetseq.errors import ConfigError
 from hetseq.monitor.tables import Cells, table
 
@@ -47,21 +46,11 @@ class ModelQuestion:
 
 
 def _parameters(text: str) -> int:
-    return int(_number(text, 1, _MOST_PARAMETERS, "the number of parameters, as in 3e9"))
+    return int(number_within(text, 1, _MOST_PARAMETERS, "the number of parameters, as in 3e9"))
 
 
 def _mbit(text: str) -> float:
-    return _number(text, 1e-3, 1e9, "10^6 bits per second, as in 1000")
-
-
-def _number(text: str, least: float, most: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise ValueError(f"expected {what}")
-    return value
+    return number_within(text, 1e-3, 1e9, "10^6 bits per second, as in 1000")
 
 
 def _size(text: str) -> int:
