@@ -259,3 +259,85 @@ def test_an_image_is_cut_where_no_node_has_room_for_all_of_it_and_refused_where_
     assert [dict(told["here"])[1] for told in facts] == [(0, 1), (0,), (1,)]
     assert all(not told["is_made"] and "MB are needed on this node" in told["refused"] for told in facts)
     assert all(told["left"] == [] for told in facts)
+
+
+def grow_beyond_the_memory(group: Group, folder: Path) -> Any:
+    """After a safe image the state grows, and its new layout finds no memory."""
+    node = Node(group, folder, (1, 1))
+    node.images.close(keep=False)
+    node.images = node.new_images(group, memory_bytes=60_000_000)
+    assert node.make(1)
+    node.await_safety()
+    node.images.note_commit(are_all_safe=True)
+    tensors, (begin, end) = node.tensors, node.extent
+    more = {f"optim.weight.more{number}": [TensorSlice(torch.zeros(end - begin), begin, end, SHAPE)]
+            for number in range(20)}  # fmt: skip
+    node.tensors = lambda step: {**tensors(step), **more}  # type: ignore[method-assign]
+    is_made = node.make(2)
+    node.images.note_commit(are_all_safe=node.images.is_safe)
+    here, step = node.here(), node.images.safe_step
+    node.images.close(keep=False)
+    node.images.free()
+    return {"is_made": is_made, "here": here, "step": step, "left": list(node.memory.iterdir())}
+
+
+def test_a_layout_without_memory_takes_no_older_image_with_it(tmp_path: Path) -> None:
+    for told in run_ranks(grow_beyond_the_memory, 2, tmp_path):
+        assert told == {"is_made": False, "here": [(1, (0, 1))], "step": 1, "left": []}
+
+
+def lose_the_owner_before_its_sums(group: Group, folder: Path) -> Any:
+    """A byte of rank 0's part changes on the way, and the connections are cut before its checksums are sent."""
+    node = Node(group, folder, (1, 1))
+    messages = node.images._messages
+    assert messages is not None
+    send: Callable[..., None] = messages.send
+    sent = 0
+
+    def wrong(content: memoryview, target: int, **options: Any) -> None:
+        nonlocal sent
+        if group.rank == 0 and len(content) > 1000:
+            content = memoryview(bytearray(content))
+            content[-1] ^= 1
+            sent += len(content)
+        elif group.rank == 0 and sent and len(content) > 1:  # of the checksums
+            messages.sever()
+        send(content, target, **options)
+
+    messages.send = wrong  # type: ignore[method-assign]
+    assert node.make(1)
+    node.images.settle()
+    time.sleep(1.5)
+    here = node.here()
+    node.images.close(keep=False)
+    return here
+
+
+def test_a_copy_that_was_not_compared_is_no_image(tmp_path: Path) -> None:
+    _, keeper = run_ranks(lose_the_owner_before_its_sums, 2, tmp_path)
+    assert dict(keeper)[1] == (1,), "only its own part"
+
+
+def begin_again(group: Group, folder: Path) -> Any:
+    """Another start of the run, with images of the one before in memory."""
+    node = Node(group, folder, (1, 1))
+    assert node.make(3)
+    node.await_safety()
+    node.images.close(keep=True)
+    group.all_gather_rows(_NONE)
+    module.available_bytes = lambda: 10**9  # type: ignore[attr-defined]
+    later = Images(folder / "run", RUN, group, start="a later start", owned=(1, 1), messages=group.messages())
+    later.keep_only("", holds_state=False, step=3)
+    kept = node.here()
+    node.images = later
+    assert node.make(4)
+    node.await_safety()
+    later.note_commit(are_all_safe=True)
+    freed = node.here()
+    later.close(keep=False)
+    return {"kept": kept, "freed": freed, "left": list(node.memory.iterdir())}
+
+
+def test_a_start_frees_images_of_an_earlier_one_only_once_its_own_are_safe(tmp_path: Path) -> None:
+    for told in run_ranks(begin_again, 2, tmp_path):
+        assert told == {"kept": [(3, (0, 1))], "freed": [], "left": []}
