@@ -187,7 +187,7 @@ class Images:
 
     def note_commit(self, *, are_all_safe: bool) -> None:
         """After each commit: once the first image of this generation is safe on all ranks, free the older ones."""
-        if not (self.has_made_one and are_all_safe) or self.is_refused:
+        if not (self.has_made_one and are_all_safe):
             return
         self.safe_step = self._step
         if self._older_until is not None and self._serial > self._older_until:
