@@ -89,3 +89,24 @@ def test_a_checkpoint_without_a_tensor_of_its_record_is_refused() -> None:
     _, record = TaskState(Averaging(torch.ones(2))).content()
     with pytest.raises(CheckpointMismatch, match=r"lacks task\.kept, a tensor of the task's own state"):
         TaskState(Averaging()).load({}, record)
+
+
+class Lazy(Averaging):
+    """A task that has no state before its first use."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {} if self.kept is None else {"kept": self.kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.kept = state.get("kept")
+
+
+def test_a_task_that_goes_back_before_its_first_use_forgets_it() -> None:
+    task = Lazy()
+    _, before = TaskState(task).content()
+    task.kept = [1.0]
+    TaskState(task).load({}, before, goes_back=True)
+    assert task.kept is None
+    fresh = Averaging()  # one that expects what it gave
+    fresh.state_dict = dict  # type: ignore[method-assign,assignment]
+    TaskState(fresh).load({}, before, goes_back=True)  # is not asked for nothing
