@@ -28,7 +28,6 @@ from hetseq.system import faults
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 20  # sent at once
 _PATIENCE_S = 1800.0  # for a message: only a group that is cut ends a transfer, and a stopped rank has that done
 _END_S = 0.3  # for a message to end once its connection is cut; else its thread is left to end at the deadline
 
@@ -42,21 +41,11 @@ class Way:
     channels: int
 
     def send(self, content: memoryview, target: int) -> None:
-        """Send bytes in pieces, each after the one before has arrived: what waits in a link delays the ranks' steps."""
-        for begin in range(0, len(content), _PIECE_BYTES):
-            self._send(content[begin : begin + _PIECE_BYTES], target)
-            self._receive(memoryview(bytearray(1)), target)
+        """Send bytes; they may change once this returns."""
+        self.messages.send(content, target, channel=self.channel, channels=self.channels, timeout_s=_PATIENCE_S)
 
     def receive(self, content: memoryview, source: int) -> None:
         """Receive what the other rank sends."""
-        for begin in range(0, len(content), _PIECE_BYTES):
-            self._receive(content[begin : begin + _PIECE_BYTES], source)
-            self._send(memoryview(bytearray(1)), source)
-
-    def _send(self, content: memoryview, target: int) -> None:
-        self.messages.send(content, target, channel=self.channel, channels=self.channels, timeout_s=_PATIENCE_S)
-
-    def _receive(self, content: memoryview, source: int) -> None:
         self.messages.receive(content, source, channel=self.channel, channels=self.channels, timeout_s=_PATIENCE_S)
 
 

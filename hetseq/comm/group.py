@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from hetseq.comm import socket_filter as wall
 from hetseq.comm.messages import Messages
 from hetseq.comm.peer_errors import PeerErrors, Work
+from hetseq.comm.right_of_way import RightOfWay
 from hetseq.comm.shared_memory import LONGEST_ROW, NO_NAME, SharedMemoryRanks, machine, open_door
 from hetseq.comm.shared_slices import SharedSlices
 from hetseq.comm.slices import SliceExchange, TaggedSlices
@@ -184,6 +185,7 @@ class GlooGroup:
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
         self._subgroups: list[GlooGroup] = []
         self._messages = 0  # groups for messages so far
+        self._right_of_way = RightOfWay()
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._neighbours is not None:
@@ -244,7 +246,7 @@ class GlooGroup:
             return SharedSlices(self._neighbours, deadline_s=lambda: self.deadline_s)
         return TaggedSlices(
             self._transport, rank=self.rank, world_size=self.world_size, deadline_s=lambda: self.deadline_s,
-            is_cut=lambda: self._is_cut,
+            is_cut=lambda: self._is_cut, right_of_way=self._right_of_way,
         )  # fmt: skip
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
@@ -260,7 +262,9 @@ class GlooGroup:
         name = f"messages-{self._messages}"
         group = self._connect_apart(self.rank, self.world_size, name, shares_memory=False)
         # a send that was under way when the connections were cut ends only at its deadline
-        return Messages(group._transport, sever=group.sever, close=lambda: group.close(patience_s=_CUT_S))
+        return Messages(
+            group._transport, self._right_of_way, sever=group.sever, close=lambda: group.close(patience_s=_CUT_S)
+        )
 
     def _connect_apart(self, rank: int, world_size: int, name: str, **options: Any) -> GlooGroup:
         """A group of some or all of these ranks with connections of its own, which ends with this one."""

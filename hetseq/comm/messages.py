@@ -1,23 +1,28 @@
 """Messages between two ranks, from threads of their own, beside the collectives of the training thread.
 
-Responsible for sending bytes from memory to memory over connections that no collective uses, so that no step waits
-behind them. Knows nothing of their content. The one idea: the messages from one rank to another are numbered on both
-sides, so that two threads of different ranks need no agreement but the order of their own messages.
+Responsible for sending bytes from memory to memory over connections that no collective uses, in the gaps that the
+steps leave on the link. Knows nothing of their content. The one idea: the messages from one rank to another are
+numbered on both sides, so that two threads of different ranks need no agreement but the order of their own messages.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from hetseq.comm.right_of_way import RightOfWay
 from hetseq.errors import PeerLostError
 
 _TAGS = 1 << 30
+_PIECE_BYTES = 1 << 18  # a message goes in pieces, each once both ranks have posted it
+_POSTED = 2  # pieces at a time: what lies in a link delays the transfers of a step
+_PATIENCE = 4  # the next piece gives way to a step for at most so many times as long as one took
 
 
 class Messages:
@@ -27,9 +32,14 @@ class Messages:
     """
 
     def __init__(
-        self, transport: Callable[[], dist.ProcessGroup], *, sever: Callable[[], None], close: Callable[[], None]
+        self,
+        transport: Callable[[], dist.ProcessGroup],
+        right_of_way: RightOfWay,
+        *,
+        sever: Callable[[], None],
+        close: Callable[[], None],
     ) -> None:
-        self._transport, self._sever, self._close = transport, sever, close
+        self._transport, self._right_of_way, self._sever, self._close = transport, right_of_way, sever, close
         self._lock = threading.Lock()
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
 
@@ -38,13 +48,25 @@ class Messages:
 
         Channels are numbered from 0 to `channels` - 1, a number that is the same on all ranks. Raises PeerLostError.
         """
-        tag = self._next(self._sent, target, channel, channels)
-        self._do(lambda gloo: gloo.send([_tensor(content)], target, tag), timeout_s)
+        pieces = _pieces(content)
+
+        def post() -> dist.Work:
+            return self._transport().send([next(pieces)], target, self._next(self._sent, target, channel, channels))
+
+        self._move(len(content), post, timeout_s)
 
     def receive(self, content: memoryview, source: int, *, channel: int, channels: int, timeout_s: float) -> None:
         """Receive the next bytes from rank `source`, as many as `content` has. As `send`."""
-        tag = self._next(self._received, source, channel, channels)
-        self._do(lambda gloo: gloo.recv([_tensor(content)], source, tag), timeout_s)
+        pieces, began_s = _pieces(content), time.monotonic()
+
+        def post() -> dist.Work:
+            nonlocal began_s
+            # here alone: two ranks that both give way would wait for each other's wait
+            self._right_of_way.give_way(_PATIENCE * (time.monotonic() - began_s))
+            began_s = time.monotonic()
+            return self._transport().recv([next(pieces)], source, self._next(self._received, source, channel, channels))
+
+        self._move(len(content), post, timeout_s)
 
     def sever(self) -> None:
         """Cut the connections: messages under way fail on all ranks. From any thread."""
@@ -60,13 +82,21 @@ class Messages:
             counts[rank, channel] += 1
         return (number * channels + channel) % (_TAGS - _TAGS % channels)
 
-    def _do(self, post: Callable[[dist.ProcessGroup], dist.Work], timeout_s: float) -> None:
+    def _move(self, size: int, post: Callable[[], dist.Work], timeout_s: float) -> None:
+        posted = deque[dist.Work]()
         try:
-            post(self._transport()).wait(timedelta(seconds=timeout_s))
+            for _ in range(0, size, _PIECE_BYTES):
+                posted.append(post())
+                if len(posted) == _POSTED:
+                    posted.popleft().wait(timedelta(seconds=timeout_s))
+            for work in posted:
+                work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise PeerLostError(f"lost a peer while waiting up to {timeout_s:.0f} s for a message ({reason})") from None
 
 
-def _tensor(content: memoryview) -> torch.Tensor:
-    return torch.frombuffer(content, dtype=torch.uint8)
+def _pieces(content: memoryview) -> Iterator[torch.Tensor]:
+    """The bytes of a message as tensors, piece by piece."""
+    for begin in range(0, len(content), _PIECE_BYTES):
+        yield torch.frombuffer(content[begin : begin + _PIECE_BYTES], dtype=torch.uint8)

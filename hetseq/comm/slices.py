@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hetseq.comm.peer_errors import PeerErrors
+from hetseq.comm.right_of_way import RightOfWay
 from hetseq.comm.serial_thread import SerialThread
 
 _TAGS = 1 << 30
@@ -89,7 +90,7 @@ class TaggedSlices:
     """Slices by the point-to-point messages of gloo, between any devices. A thread waits for them and adds them up.
 
     `transport` gives the process group; None for a world of one. `is_cut`: its connections were cut. A send that was
-    under way then may end only at its deadline, so no rank waits for it any more.
+    under way then may end only at its deadline, so no rank waits for it any more. `right_of_way` counts the transfers.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class TaggedSlices:
         world_size: int,
         deadline_s: Callable[[], float],
         is_cut: Callable[[], bool] = lambda: False,
+        right_of_way: RightOfWay | None = None,
     ) -> None:
         self._transport, self._rank, self._world_size, self._deadline_s = transport, rank, world_size, deadline_s
-        self._is_cut = is_cut
+        self._is_cut, self._right_of_way = is_cut, right_of_way or RightOfWay()
         self.sent_bytes = self.received_bytes = 0
         self._free: list[torch.Tensor] = []
         self._tag = 0
@@ -196,9 +198,14 @@ class TaggedSlices:
         with PeerErrors(what, self._deadline_s()):
             received, sent = receive(tag), self._post(outgoing, copies, tag)
 
+        self._right_of_way.begin()
+
         def finish() -> None:
-            received()
-            self._await(sent())
+            try:
+                received()
+                self._await(sent())
+            finally:
+                self._right_of_way.end()
 
         return _Awaited(self._waiting.put(finish), what, self._deadline_s, self._is_cut, at_end)
 

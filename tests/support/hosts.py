@@ -110,9 +110,10 @@ def _wire(hosts: Sequence[tuple[Host, int]], local: Path, mbit_per_s: float | No
         host.run("ip", "address", "add", f"{host.address}/24", "dev", "cable")
         host.run("ip", "link", "set", "cable", "up")
         if mbit_per_s is not None:
-            # what leaves an end is limited there: the way up at the host, the way down at the switch
+            # what leaves an end is limited there: the way up at the host, the way down at the switch. With a burst
+            # below 64 kB, the most that the kernel hands over at once, a fast cable would keep a core busy
             for end, device in ((host, "cable"), (switch, host.name)):
-                limit = f"tbf rate {mbit_per_s:g}mbit burst 32kb latency 400ms".split()
+                limit = f"tbf rate {mbit_per_s:g}mbit burst {max(32, mbit_per_s / 8):g}kb latency 400ms".split()
                 end.run("tc", "qdisc", "add", "dev", device, "root", *limit)
 
 

@@ -184,6 +184,8 @@ hetseq/comm/group.py
     _lock: held for a few lines that wait for nothing
 hetseq/comm/messages.py
     _lock: held for a few lines that wait for nothing
+hetseq/comm/right_of_way.py
+    _changed: held for a few lines that wait for nothing
 hetseq/checkpoint/images.py
     _lock: held for a few lines that wait for nothing
 hetseq/commands/doctor/all_reduce_child.py
