@@ -30,7 +30,7 @@ from hetseq.monitor.rank_table import (
     with_slots,
 )
 from hetseq.monitor.report.event_text import incident_of
-from hetseq.monitor.status import RunFacts
+from hetseq.monitor.status import FOLLOWS, RunFacts, ShadowFacts
 from hetseq.system.rank_phase import state_of_process
 
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # a rank writes once a second, and at the end of a step
@@ -80,6 +80,8 @@ def view(
     regrouping, regroup = _regrouping(teller, states, look)
     texts = [*regrouping, *_notes(signs, states, silent_s)]
     notes = _wrapped([(text, _note_kind(text)) for text in texts], width)
+    if facts is not None and ending is None:
+        notes += _wrapped([(_of_shadow(one), "" if one.state == FOLLOWS else "slow") for one in facts.shadows], width)
     notes += _wrapped([] if ending is None else [(ending, "good" if "finished" in ending else "bad")], width)
     advice = _wrapped([(text, "") for text in facts.advice] if facts is not None and ending is None else [], width)
     tail = [*advice, *notes]
@@ -187,6 +189,11 @@ def _notes(signs: Sequence[RankSign], states: dict[int, str], silent_s: float) -
         *notes[: _MOST_NOTES - 1],
         f"and {len(notes) - _MOST_NOTES + 1} more ranks are gone, dead, silent or stuck",
     ]
+
+
+def _of_shadow(shadow: ShadowFacts) -> str:
+    who = f"the shadow{f' on {shadow.node}' if shadow.node else ''} (log/rank-{shadow.slot}.txt)"
+    return f"{who} {shadow.state}" + (f", and was sent step {shadow.step:,}" if shadow.step else "")
 
 
 def _note_kind(text: str) -> str:

@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from hetseq.monitor.advice import ADVICE_STEPS, Advice, AdviceSetting, Adviser
 from hetseq.monitor.rank_table import MEDIAN_STEPS, Numbers, RankSummary, Row, summarise
 from hetseq.monitor.step_time import TOLD_OF_OWNERS
 
+FOLLOWS = "follows"  # the state of a shadow that has all that it was sent
 _ADVICE_INTERVAL_S = 5.0
 _ETA_STEPS = 50  # as in the live line
 _SPREAD = 2.0  # standard errors of the pace on either side
@@ -39,6 +40,7 @@ class RunStatus:
 
     def __init__(self, setting: AdviceSetting) -> None:
         self.total_steps: int | None = None  # None: not known
+        self.shadows: Sequence[Mapping[str, Any]] = ()  # of each: slot, node, state, step
         self._adviser = Adviser(setting)
         self._rows: deque[Row] = deque(maxlen=ADVICE_STEPS)
         self._times_s: deque[float] = deque(maxlen=_ETA_STEPS + 1)
@@ -79,6 +81,7 @@ class RunStatus:
             "checkpoint": self._saved and self._saved[0],
             "checkpoint_age_s": self._saved and self._saved[1] and round(max(0.0, now_s - self._saved[1]), 1),
             "advice": [advice.text for advice in self._advice],
+            **({"shadows": list(self.shadows)} if self.shadows else {}),
             "ranks": None if summary is None else _packed(summary),
         }
 
@@ -94,6 +97,16 @@ class RunStatus:
 
 
 @dataclass(frozen=True)
+class ShadowFacts:
+    """A process that follows the run: the number of its log, its node, its state in words, the last step sent to it."""
+
+    slot: int
+    node: str
+    state: str
+    step: int
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """The content of `run` for a reader: the newest step and the medians of its ranks; None if unknown."""
 
@@ -104,6 +117,7 @@ class RunFacts:
     checkpoint: int | None
     checkpoint_age_s: float | None  # when the file was written
     advice: tuple[str, ...]
+    shadows: tuple[ShadowFacts, ...] = ()
 
 
 def read_facts(told: Any) -> RunFacts | None:
@@ -120,6 +134,10 @@ def read_facts(told: Any) -> RunFacts | None:
             checkpoint=_or_none(_whole, told["checkpoint"]),
             checkpoint_age_s=_or_none(_real, told["checkpoint_age_s"]),
             advice=tuple(str(text) for text in told["advice"]),
+            shadows=tuple(
+                ShadowFacts(_whole(one["slot"]), str(one["node"]), str(one["state"]), _whole(one["step"]))
+                for one in told.get("shadows", ())
+            ),
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError):
         return None

@@ -298,6 +298,7 @@ class AfterStep:
             told = row if "ranks" in row else {**row, **self._accounted(result)}
             run.step(told, now_s, saved_step=self._saver.last_step)
             if self._status.is_due(now_s):
+                run.shadows = [] if self.shadows is None else self.shadows.told()
                 self._metrics.advise(run.advise(now_s), step=plan.step)
         self._status.write(
             now_s, step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares, ranks=row.get("ranks")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -128,7 +129,7 @@ class Shadow:
             )  # fmt: skip
 
     def _answer(self, hello: Mapping[str, Any]) -> dict[str, Any]:
-        """What a rank is told that has connected: which state this process has."""
+        """What a rank is told that has connected: which state this process has, and where it is."""
         self._has_owners = bool(hello["has_owners"])
         if hello["trained"] != list(self._parameters):
             self._train(hello["trained"])
@@ -138,7 +139,7 @@ class Shadow:
             logger.info("the ranks have gone back to step %d: the state of step %d is given up", told.step, own.step)
             self._has_state = False
         own = self.lineage
-        return {"lineage": None if own is None else [own.step, own.chain]}
+        return {"lineage": None if own is None else [own.step, own.chain], "node": socket.gethostname()}
 
     def _train(self, names: Sequence[str]) -> None:
         """Expect gradients of these parameters: a task may have frozen some, or trains them from now on."""

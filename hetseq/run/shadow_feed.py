@@ -80,6 +80,10 @@ class ShadowFeed:
         """A bit for each shadow that lacks the state and can take it, for the row of the next commit."""
         return sum(1 << outlet.place for outlet in self._outlets if outlet.wants_state())
 
+    def told(self) -> list[dict[str, Any]]:
+        """What a viewer of the run may know of each shadow, as far as this rank knows it."""
+        return [outlet.told() for outlet in self._outlets]
+
     def settle(self) -> None:
         """Wait until no part of the state is being copied."""
         for outlet in self._outlets:

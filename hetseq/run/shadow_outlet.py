@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from hetseq.cluster.membership.step_commit import Lineage
 from hetseq.cluster.rendezvous.byte_stream import FrameReader, Header, StreamError, open_stream, send_frame
 from hetseq.comm.group import Store
 from hetseq.errors import PeerLostError, RendezvousError
+from hetseq.monitor.status import FOLLOWS
 from hetseq.parallel.portions import Piece, in_messages, offsets_of, view_of
 
 logger = logging.getLogger(__name__)
@@ -133,6 +135,7 @@ class Outlet:
         self._copying: StateMessage | None = None
         self._lineage = lineage  # after all that waits has been sent
         self._lacks_state, self._is_connected, self._is_busy, self._has_state = False, False, False, False
+        self._node, self._sent_step = "", 0  # where it is; the newest step that was sent to it
         self._closed_s: float | None = None
         threading.Thread(target=self._run, name=f"shadow-{shadow}", daemon=True).start()
 
@@ -146,6 +149,15 @@ class Outlet:
     def lacks_state(self) -> bool:
         with self._changed:
             return self._lacks_state
+
+    def told(self) -> dict[str, Any]:
+        """What a viewer of the run may know: its log's number, its node, whether it follows, the last step sent."""
+        with self._changed:
+            state = "is out of reach"
+            if self._is_connected:
+                state = "lacks the state" if self._lacks_state or self._has_state else FOLLOWS
+            slot = int(self.shadow.partition(".")[0])
+            return {"slot": slot, "node": self._node, "state": state, "step": self._sent_step}
 
     def lack(self, lineage: Lineage) -> None:
         """The step that led to this lineage was not kept for the shadow, which lacks the state from now on."""
@@ -247,7 +259,9 @@ class Outlet:
                 self._drop(self._waiting.popleft())
             if not self._waiting:
                 self._lacks_state = has != self._lineage
-            self._is_connected = True
+            self._is_connected, self._node = True, str(answer.header.get("node", ""))[:200]
+            if has is not None:
+                self._sent_step = has.step
 
     def _follows(self, has: Lineage | None) -> bool:
         first = self._waiting[0]
@@ -272,6 +286,8 @@ class Outlet:
                     size = send_frame(connection, message.header, message.content, is_wanted=self._is_wanted)
                     self.sent_bytes += size
                     self.sent_steps += message.header["kind"] == "step"
+                with self._changed:
+                    self._sent_step = int(message.header["step"])
             finally:
                 self._drop(message)
 

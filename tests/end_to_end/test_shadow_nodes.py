@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from hetseq.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
+from hetseq.monitor.lookout import Lookout
+from hetseq.monitor.run_view import view
 from hetseq.testing import Faults
 from tests.support.nodes import Node, Nodes, Stock
 from tests.support.places import tcp
@@ -310,6 +312,12 @@ def test_a_shadow_that_comes_before_the_ranks_have_begun_follows_them(nodes: Nod
     check_curve(course, calm)
 
 
+def top(course: Course) -> str:
+    """What `hetseq top` shows of the run."""
+    look = Lookout(course.save_dir)
+    return "\n".join(view(course.save_dir, look.signs(), look, width=200).lines)
+
+
 def test_a_shadow_that_has_missed_steps_gets_the_state_again(nodes: Nodes) -> None:
     """More than the kernels keep for it, so that the ranks have to drop steps."""
     task = nodes.folder / "wide_task.py"
@@ -318,9 +326,11 @@ def test_a_shadow_that_has_missed_steps_gets_the_state_again(nodes: Nodes) -> No
     course.start("--ranks", 2)
     course.follow()
     pid, before = course.shadow(), regroups(course)
+    nodes.wait_until(lambda: "(log/rank-2.txt) follows, and was sent step" in top(course), "it follows by hetseq top")
     os.kill(pid, signal.SIGSTOP)
     try:
         course.wait_for(course.step() + 30)
+        nodes.wait_until(lambda: "(log/rank-2.txt) lacks the state" in top(course), "it lacks it by hetseq top")
     finally:
         os.kill(pid, signal.SIGCONT)
     nodes.wait_until(lambda: course.states() == 2, "the shadow has the state again")

@@ -102,6 +102,25 @@ def test_the_parts_of_owners_reach_the_view_and_are_no_load_for_replicas(tmp_pat
     assert "owns" not in shown(tmp_path, width=160)
 
 
+def test_each_shadow_has_a_line_that_stands_out_unless_it_follows(tmp_path: Path) -> None:
+    gang(tmp_path, 1)
+    status = told(8, 1)
+    status.shadows = [
+        {"slot": 1, "node": "labS", "state": "follows", "step": 1203},
+        {"slot": 2, "node": "", "state": "is out of reach", "step": 0},
+    ]
+    write(tmp_path, 0, run=json.loads(json.dumps(status.told(2.0))))
+    assert shown(tmp_path).splitlines()[-2:] == [
+        "the shadow on labS (log/rank-1.txt) follows, and was sent step 1,203",
+        "the shadow (log/rank-2.txt) is out of reach",
+    ]
+    look = Lookout(tmp_path)
+    kinds = {text: kind for line in view(tmp_path, look.signs(), look, width=120).drawn for text, kind in line}
+    assert [kind for text, kind in kinds.items() if "the shadow" in text] == ["", "slow"]
+    write(tmp_path, 0, run=told(8, 1).told(2.0))
+    assert "the shadow" not in shown(tmp_path)
+
+
 def test_a_rank_whose_file_does_not_change_is_silent_by_the_clock_of_the_reader(tmp_path: Path) -> None:
     now = [0.0]
     gang(tmp_path, 2)
