@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from typing import Any
 from hetseq.cluster.membership.assignment import Assignment, Errand, ScriptJob
 from hetseq.cluster.membership.exit_status import WorkerEnd
 from hetseq.config.sections import Config
+from hetseq.errors import ConfigError
 from hetseq.system import faults
 from hetseq.system.processes import STOP_SIGNALS
 from hetseq.system.rank_phase import Cell, Phase
@@ -40,6 +42,8 @@ _LOOK_S = 0.005
 _OURS = "hetseq"  # any text sets PYTHONSAFEPATH; this text marks the value as HetSeq's, not the user's
 _NO_STATUS = 255  # the exit code from multiprocessing if the fork server cannot report it
 _SERVER_S = 0.5  # for a fork server whose pipes are closed to end
+#: bytes: multiprocessing puts a socket two names of 32 characters deeper, and its path has at most 107
+_LONGEST_FOLDER = 75
 _HELD_S = 10.0  # for a killed process to end: it may have to free much memory
 
 
@@ -287,7 +291,15 @@ def warm_forkserver() -> Any:
     starts with the stop signals blocked. A worker also starts with them blocked, and receives pending ones once it
     listens. If they were ignored instead, signals to the server, to a new worker and, for this moment, to the launcher
     would be lost. The server ends when the launcher and all workers have ended.
+
+    Raises ConfigError if the folder for temporary files has too long a name.
     """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        raise ConfigError(
+            f"the folder for temporary files, {folder}, has a name of {len(os.fsencode(folder))} bytes, and a socket in"
+            f" it would have a longer name than the system allows: set TMPDIR to one of at most {_LONGEST_FOLDER} bytes"
+        )
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler with the first optimizer: 1.6 s, here once instead of once per worker
     context.set_forkserver_preload(["hetseq.launch.worker", "torch._dynamo"])

@@ -39,7 +39,8 @@ def words(save_dir: Path, *, ranks: int, steps: int = STEPS, **more: Any) -> lis
     options: dict[str, Any] = {
         "task": TASK, "global_batch_size": BATCH, "max_update": steps, "lr": 0.003, "lr_scheduler": "constant",
         "optimizer": "adamw", "weight_decay": 0.01, "clip_norm": 1.0, "precision": "fp64", "num_workers": 0,
-        "distributed_world_size": ranks, "max_restarts": 1000, "save_dir": save_dir, "log_interval": 1000, **more,
+        "distributed_world_size": ranks, "max_restarts": 1000, "save_dir": save_dir, "log_interval": 1000,
+        "optimizer_overrides": "{'eps': 1e-3}", **more,  # which a process that comes later must not forget
     }  # fmt: skip
     flags = ["--cpu", "--disable-validation"]
     for name, value in options.items():

@@ -8,12 +8,14 @@ import os
 import signal
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 import pytest
 
+from hetseq.errors import ConfigError
 from hetseq.launch import worker_processes as workers
 from hetseq.launch.worker_processes import Worker
 
@@ -169,3 +171,11 @@ def test_a_worker_that_ends_with_255_beside_a_living_server_did_so_by_itself(mon
         server.kill()
         assert (end.server, end.exit_code) == (None, 255)
         pair.end.close()
+
+
+def test_a_folder_for_temporary_files_whose_name_is_too_long_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "x")
+    with pytest.raises(ConfigError, match=r"a name of 76 bytes, .*: set TMPDIR to one of at most 75 bytes"):
+        workers.warm_forkserver()
