@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hetseq.loop.step import Step
     from hetseq.monitor.report.recorded import RecordedRun, load_run
     from hetseq.monitor.trackers.protocol import Tracker
+    from hetseq.parallel.activation_checkpointing import checkpoint_activations
     from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
     from hetseq.task import ModelCard, Task, TrainedStep
@@ -63,6 +64,7 @@ _HOMES = {
     "TrainedStep": "task",
     "Run": "loop.run",
     "Step": "loop.step",
+    "checkpoint_activations": "parallel.activation_checkpointing",
     "empty_gradient": "parallel.gradient_memory",
     "load_run": "monitor.report.recorded",
     "option": "config.sections",
@@ -97,6 +99,7 @@ __all__ = [
     "Tracker",
     "TrainedStep",
     "__version__",
+    "checkpoint_activations",
     "empty_gradient",
     "load_run",
     "option",

@@ -397,6 +397,40 @@ class OptimizationConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """What a node keeps between forward and backward, and where. Nothing here changes a number."""
+
+    checkpoint_modules: tuple[str, ...] = node_option(
+        (),
+        "modules that keep only their inputs for backward, which runs them again: names with wildcards, as in"
+        " 'encoder.layer.*', or auto, the layers of the model",
+        metavar="PATTERN[,PATTERN...]",
+    )
+    offload_activations: bool = node_option(
+        False,
+        "what forward keeps for backward leaves the GPU for host memory, and comes back in time",
+        also=("sm-activation-offloading",),
+    )
+    loading_horizon: int = node_option(
+        2,
+        "how many tensors come back ahead of backward: more hide a slow link, fewer need less memory",
+        also=("activation-loading-horizon",),
+        metavar="N",
+    )
+    offload_dir: str | None = node_option(
+        None, "with --offload-activations: a folder on a disk of this node, instead of host memory", metavar="DIR"
+    )
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "loading_horizon")
+        if self.offload_dir is not None and not self.offload_activations:
+            raise ConfigError(
+                f"--offload-dir {self.offload_dir} says where activations go, but they stay: add --offload-activations,"
+                " or leave it out"
+            )
+
+
+@dataclass(frozen=True)
 class DistributedConfig:
     """The workers of this node, how nodes meet, and how a step is divided among the ranks."""
 
@@ -826,6 +860,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     validation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
     optimization: OptimizationConfig = dataclasses.field(default_factory=OptimizationConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
@@ -859,6 +894,7 @@ SECTIONS: tuple[type, ...] = (
     DataConfig,
     ValidationConfig,
     OptimizationConfig,
+    MemoryConfig,
     DistributedConfig,
     CheckpointConfig,
     LogConfig,

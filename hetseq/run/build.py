@@ -359,7 +359,7 @@ def build_controller(
         material.task, replica, terms=material.terms, on=ComputeDevice(material.device, material.precision, name),
         sizes=sizes, seed=config.task.seed,
         throttle=Throttle(config.distributed.throttle_factors().get(job.own_slot, 1.0)),
-        noise_scale_every=config.optimization.noise_scale_every,
+        noise_scale_every=config.optimization.noise_scale_every, offload=material.offload,
     )  # fmt: skip
     return Controller(
         computer, job.group, feed=feed.steps, boundary=boundary, state=start.state,

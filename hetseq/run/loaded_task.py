@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from hetseq import registry
-from hetseq.config.sections import Config, DataConfig
+from hetseq.config.sections import Config, DataConfig, MemoryConfig
 from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
+from hetseq.parallel.activation_checkpointing import checkpoint_activations
+from hetseq.parallel.activation_offload import ActivationOffload
 from hetseq.parallel.base_parameters import base_digest, check_base, move_
+from hetseq.parallel.offload_tiers import DiskTier, HostTier
 from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
@@ -63,6 +66,7 @@ class LoadedTask:
     split: str = "train"  # name of the training data
     start_notes: Sequence[logging.LogRecord] = ()  # about the weights of `build_model`
     own_loop: OwnLoop | None = None  # None: a task, whose steps HetSeq computes itself
+    offload: ActivationOffload | None = None  # of what forward keeps for backward; None: it stays on the device
 
     @property
     def terms_of_no_loss(self) -> tuple[str, ...]:
@@ -119,6 +123,9 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     check_model(model)
     check_base(model)
     move_(model, device, precision.storage)
+    if config.memory.checkpoint_modules:
+        names = checkpoint_activations(model, config.memory.checkpoint_modules)
+        logger.info("%d modules run again in backward: %s", len(names), _listed(names))
     whereabouts.enter(Phase.TRIAL)
     with noting("the trial before the first step"), precision.computing(device):
         trial = probe.check_loss(
@@ -133,8 +140,28 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
     return LoadedTask(
-        task, train, valid, model, terms, place, seed, device, precision, trial, config.data.train_subset, start_notes
+        task, train, valid, model, terms, place, seed, device, precision, trial, config.data.train_subset, start_notes,
+        offload=_offload_of(config.memory, model, device),
     )  # fmt: skip
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
+def _offload_of(config: MemoryConfig, model: torch.nn.Module, device: torch.device) -> ActivationOffload | None:
+    """Where what forward keeps goes, by --offload-activations. Raises HetSeqError if there is no such place."""
+    if not config.offload_activations:
+        return None
+    if config.offload_dir is not None:
+        return ActivationOffload(model, DiskTier(config.offload_dir, device), horizon=config.loading_horizon)
+    if device.type == "cuda":
+        return ActivationOffload(model, HostTier(device), horizon=config.loading_horizon)
+    logger.warning(
+        "--offload-activations has no effect on a CPU, whose activations are in host memory anyway: --offload-dir DIR"
+        " sends them to a disk"
+    )
+    return None
 
 
 def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:

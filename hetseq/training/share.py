@@ -22,6 +22,7 @@ from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import MicroBatch, StepData, place_on
 from hetseq.data.plan import MicroBatchCap, derive_seed
 from hetseq.errors import DeviceMemoryError, TaskError
+from hetseq.parallel.activation_offload import ActivationOffload
 from hetseq.parallel.replica import Replica
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums, weights_of
@@ -70,6 +71,7 @@ class ShareComputer:
         seed: int,
         throttle: Throttle | None = None,
         noise_scale_every: int = 0,
+        offload: ActivationOffload | None = None,
     ) -> None:
         self.task, self.replica, self.sizes = task, replica, sizes
         self.terms, self.weights, self.precision = terms, weights_of(task, terms), on.precision
@@ -77,6 +79,7 @@ class ShareComputer:
         self.device, self.name, self.seed = on.device, on.name, seed
         self.place, self.clock = place_on(on.device, on.precision.storage), MicroBatchClock(on.device)
         self.throttle, self._noise_scale_every = throttle or Throttle(), noise_scale_every
+        self._offload, self._has_told_of_offload = offload, False
 
     def compute(
         self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]
@@ -127,9 +130,21 @@ class ShareComputer:
             if measures and number == 0:
                 norm = self.replica.reducer.norm_so_far() / self.loss_scale
                 partial = PartialGradient(batch.size, norm**2)
+        self._tell_of_offload()
         sums = self._read_sums(totals, uncounted)
         work = tuple(batch.work for batch in data.micro_batches)
         return Part(sums, work, tuple(self.clock.laps()), partial, waited_s=self.clock.waited_s()), None
+
+    def _tell_of_offload(self) -> None:
+        """Log once how much of a micro-batch leaves the device."""
+        if self._offload is None or self._has_told_of_offload or not self._offload.facts.tensors:
+            return
+        self._has_told_of_offload, facts = True, self._offload.facts
+        logger.info(
+            "forward of a micro-batch keeps %d tensors of together %.1f MiB; %d of %.1f MiB leave %s and come back for"
+            " backward, for which %.3f s were waited", facts.tensors, facts.bytes / 2**20, facts.moved,
+            facts.moved_bytes / 2**20, self.device, facts.waited_s,
+        )  # fmt: skip
 
     def _measures(self, data: StepData) -> bool:
         """Whether to measure the gradient of the first micro-batch: in some steps that have more than this one."""
@@ -178,7 +193,8 @@ class ShareComputer:
     def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
         """Its sum of each term; those without a count have no gradient."""
         own, sample = dict(zip(self.terms, batch.counts)), self.place(batch.sample)
-        with self.precision.computing(self.device):
+        keeping = nullcontext() if self._offload is None else self._offload.forward()
+        with self.precision.computing(self.device), keeping:
             sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self.terms)
         # A term without any count on any rank, contributes nothing: its sum may well be 0/0.
         live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("own_loop_cost.py --rounds 1 --steps 2 --batch 32", 1),
         ("bert_step.py --layers 1 --hidden 64 --rows 2 --rounds 1", 1),
         ("shard.py --only memory --large-model gpt-4m --steps 2", 16),
+        ("offload.py --rounds 1 --horizons 2", 2),
         ("pack.py --real 0.68 --layers 1 --hidden 64 --rows 2 --length 32 --rounds 1", 2),
     ],
 )

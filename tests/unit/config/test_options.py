@@ -641,6 +641,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "shadow": {"join": "tcp://node-1:29400", "min_ranks": 1},
     "own": {"shard_model": "state"},
     "own_memory": {"shard_model": "state"},
+    "offload_dir": {"offload_activations": True},
     "scale_lr": {"scale_lr_from": 64},
     "scale_lr_from": {"scale_lr": "linear"},
 }

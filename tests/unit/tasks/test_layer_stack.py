@@ -18,6 +18,7 @@ from hetseq.cluster.membership.compatibility import option_fields
 from hetseq.comm.group import LocalGroup
 from hetseq.system import device_memory as memory
 from hetseq.tasks.bert.packing import pack
+from hetseq.parallel.activation_checkpointing import is_checkpointed
 from hetseq.tasks.nn.activation_checkpointing import LayerStack, checkpoint_activations_
 from hetseq.tasks.nn.huggingface import write_pretrained
 from hetseq.training.precision import PRECISIONS
@@ -146,8 +147,8 @@ def test_only_what_is_trained_is_computed_again(case: str, monkeypatch: pytest.M
     make, loss_of = CASES[case]
     model, ways = checkpointed(make()), []
     monkeypatch.setattr(
-        "hetseq.tasks.nn.activation_checkpointing.checkpoint",
-        lambda layer, *inputs, **_: ways.append(layer) or layer(*inputs),
+        "hetseq.parallel.activation_checkpointing.checkpoint",
+        lambda forward, *inputs, **_: ways.append(forward) or forward(*inputs),
     )
     with torch.no_grad():
         loss_of(model)
@@ -166,7 +167,7 @@ def test_memory_that_runs_out_in_backward_is_known_as_such_and_harms_no_second_a
             raise cuda_errors.out_of_memory()
 
     for layer in model.bert.encoder.layer:
-        layer.register_forward_pre_hook(refuse)
+        layer.attention.register_forward_pre_hook(refuse)
     with pytest.raises(RuntimeError) as raised:
         facts_of(model, PADDED, "fp32")
     assert memory.is_exhausted(raised.value)
@@ -195,7 +196,8 @@ def test_every_task_with_layers_has_it_and_nodes_may_differ_in_it(name: str, tmp
 
     def stacks(*more: str) -> set[bool]:
         model = labelled.make(name, data, [*words, *more]).build_model()
-        return {module.keeps_only_inputs for module in model.modules() if isinstance(module, LayerStack)}
+        stacks = [module for module in model.modules() if isinstance(module, LayerStack)]
+        return {is_checkpointed(layer) for stack in stacks for layer in stack}
 
     assert (stacks(), stacks(FLAG)) == ({False}, {True})
     if not words:  # the others have one way to their network

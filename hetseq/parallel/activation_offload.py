@@ -1,0 +1,204 @@
+"""Activation offload: what forward keeps for backward leaves the device, and comes back before it is needed.
+
+Responsible for which tensors leave, in which order they return, and for their exact values. Where they go is a
+`Tier`. The one idea: backward needs the tensors in about the reverse order in which forward kept them. So the last
+ones stay, and whenever backward takes one, the transfer of those before it begins: as many as the *horizon* says. With
+a horizon of h at most h + 2 of n equal tensors are on the device: h on their way, one leaving or being used, and the
+newest.
+
+The tensors are those that go through autograd's hooks for saved tensors. With activation checkpointing these are the
+inputs of the modules.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hetseq.parallel.offload_tiers import Parcel, Tier, Wait
+
+LEAST_BYTES = 1 << 20  # a smaller tensor costs more than it hides
+
+
+@dataclass
+class OffloadFacts:
+    """What the offload of one micro-batch did: tensors and bytes that backward needs, and those of them that left."""
+
+    tensors: int = 0
+    bytes: int = 0
+    moved: int = 0
+    moved_bytes: int = 0
+    most_live_bytes: int = 0  # on the device at a time
+    waited_s: float = 0.0  # of the thread that computes
+
+
+class ActivationOffload:
+    """Offloads the activations of one micro-batch after the other. For one thread."""
+
+    def __init__(self, model: torch.nn.Module, tier: Tier, *, horizon: int, least_bytes: int = LEAST_BYTES) -> None:
+        self._model, self._tier, self._horizon, self._least_bytes = model, tier, horizon, least_bytes
+        self.facts = OffloadFacts()  # of the newest micro-batch
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward of a micro-batch; its backward comes later, before the next `forward`.
+
+        Raises RuntimeError in forward or backward if a kept tensor was changed in place, as autograd does, and
+        HetSeqError if the tier fails.
+        """
+        stay = {one.untyped_storage().data_ptr() for one in (*self._model.parameters(), *self._model.buffers())}
+        self.facts = OffloadFacts()
+        one = _MicroBatch(self._tier, self._horizon, self._least_bytes, stay, self.facts)
+        with saved_tensors_hooks(one.pack, one.unpack):
+            yield
+
+    def close(self) -> None:
+        """Release the tier."""
+        self._tier.close()
+
+
+class _Kept:
+    """A tensor that autograd keeps: on the device, in the tier, or on its way between them."""
+
+    def __init__(self, tensor: Tensor, count: Callable[[int], None]) -> None:
+        self.index = 0  # the newest in the order of forward
+        self.bytes, self.version = tensor.nbytes, tensor._version
+        self.tensor: Tensor | None = tensor.detach()  # with the graph it would hold itself
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.parcel: Parcel | None = None
+        self.arriving: Wait | None = None
+        self._count = count
+
+    def __del__(self) -> None:
+        if self.tensor is not None or self.arriving is not None:
+            self._count(-self.bytes)
+        if self.parcel is not None:
+            self.parcel.free()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the tensor is not what was kept."""
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                f"one of the tensors needed for gradient computation, of shape {tuple(self.tensor.shape)}, has been"
+                " modified by an inplace operation after forward had kept it"
+            )
+
+
+class _MicroBatch:
+    """The kept tensors of one forward, until backward has used them."""
+
+    def __init__(self, tier: Tier, horizon: int, least_bytes: int, stay: set[int], facts: OffloadFacts) -> None:
+        self._tier, self._horizon, self._least_bytes, self._stay, self._facts = tier, horizon, least_bytes, stay, facts
+        self._order: list[weakref.ref[_Kept]] = []  # of forward; autograd holds them
+        self._by_memory: dict[tuple[Any, ...], weakref.ref[_Kept]] = {}
+        self._hot: deque[weakref.ref[_Kept]] = deque()  # on the device and not leaving yet, the oldest first
+        self._leaving: weakref.ref[_Kept] | None = None
+        self._live = 0
+
+    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+        """What autograd keeps in the place of a tensor."""
+        if not self._may_leave(tensor):
+            return tensor
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        one = self._by_memory.get(key)
+        kept = None if one is None else one()
+        if one is None or kept is None or kept.storage.expired():
+            kept = _Kept(tensor, self._count)
+            one = self._by_memory[key] = weakref.ref(kept)
+            self._facts.tensors += 1
+            self._facts.bytes += kept.bytes
+            self._count(kept.bytes)
+        elif kept.tensor is None:  # it has left, and its memory is still there: somebody else holds it
+            kept.tensor = tensor.detach()
+            self._count(kept.bytes)
+        kept.index = len(self._order)
+        self._order.append(one)
+        if kept.parcel is None:
+            if one in self._hot:
+                self._hot.remove(one)
+            self._hot.append(one)
+        while len(self._hot) > self._horizon:
+            self._push_out(self._hot.popleft()())
+        return kept
+
+    def unpack(self, kept: Tensor | _Kept) -> Tensor:
+        """The tensor that backward takes; those that it takes next begin to come back."""
+        if isinstance(kept, Tensor):
+            return kept
+        tensor = kept.tensor  # of one that is still leaving too
+        if tensor is None:
+            arriving, kept.arriving = kept.arriving or self._fetch(kept), None
+            tensor = self._waiting(arriving)
+            weakref.finalize(tensor, self._count, -kept.bytes).atexit = False
+        else:
+            kept.check()
+        for index in range(kept.index - 1, max(-1, kept.index - 1 - self._horizon), -1):
+            later = self._order[index]()
+            if later is not None and later.tensor is None and later.arriving is None:
+                later.arriving = self._fetch(later)
+        return tensor
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        """Whether its leaving would free memory, and a copy be the same to every kernel."""
+        if tensor.nbytes < self._least_bytes or tensor.layout is not torch.strided or type(tensor) is not Tensor:
+            return False
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() not in self._stay and storage.nbytes() == tensor.nbytes and _is_dense(tensor)
+
+    def _push_out(self, kept: _Kept | None) -> None:
+        if kept is None:
+            return
+        self._finish_leaving()  # one at a time: else forward would be ahead of the tier by any number of tensors
+        kept.check()
+        assert kept.tensor is not None
+        kept.parcel = self._tier.put(kept.tensor)
+        self._leaving = weakref.ref(kept)
+        self._facts.moved += 1
+        self._facts.moved_bytes += kept.bytes
+
+    def _finish_leaving(self) -> None:
+        kept = None if self._leaving is None else self._leaving()
+        self._leaving = None
+        if kept is None or kept.parcel is None:
+            return
+        self._waiting(kept.parcel.has_left)
+        kept.check()
+        kept.tensor = None
+        self._count(-kept.bytes)
+
+    def _fetch(self, kept: _Kept) -> Wait:
+        assert kept.parcel is not None
+        self._count(kept.bytes)
+        return kept.parcel.get()
+
+    def _waiting(self, wait: Callable[[], Any]) -> Any:
+        began_s = time.perf_counter()
+        try:
+            return wait()
+        finally:
+            self._facts.waited_s += time.perf_counter() - began_s
+
+    def _count(self, change: int) -> None:
+        self._live += change
+        self._facts.most_live_bytes = max(self._facts.most_live_bytes, self._live)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether each element of the memory between its first and its last one is an element of the tensor, once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
