@@ -101,7 +101,7 @@ class _Sent:
     def has_left(self) -> None:
         self._sent.result()
 
-    def get(self) -> Wait:
+    def fetch(self) -> Wait:
         arrived = self._link.bring()
 
         def wait() -> Tensor:
@@ -184,7 +184,7 @@ def measure(
             expected = expected or gradients
             same = all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
             if not same and name != "save_on_cpu":  # whose copies have other strides
-                raise SystemExit(f"{name}: the gradients are not those of `none`, bit for bit")
+                raise SystemExit(f"{name}: the gradients differ from `none`")
     return found
 
 

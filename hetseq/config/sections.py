@@ -400,8 +400,8 @@ class OptimizationConfig:
 class MemoryConfig:
     """What a node keeps between forward and backward, and where. Nothing here changes a number."""
 
-    checkpoint_modules: tuple[str, ...] = node_option(
-        (),
+    checkpoint_modules: tuple[str, ...] | None = node_option(
+        None,
         "modules that keep only their inputs for backward, which runs them again: names with wildcards, as in"
         " 'encoder.layer.*', or auto, the layers of the model",
         metavar="PATTERN[,PATTERN...]",
@@ -423,6 +423,9 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "loading_horizon")
+        for pattern in self.checkpoint_modules or ():
+            is_one = re.fullmatch(r"[\w.*?!\[\]-]+", pattern) is not None
+            _require(is_one, "checkpoint_modules", pattern, "auto, or names with wildcards, as in encoder.layer.*")
         if self.offload_dir is not None and not self.offload_activations:
             raise ConfigError(
                 f"--offload-dir {self.offload_dir} says where activations go, but they stay: add --offload-activations,"

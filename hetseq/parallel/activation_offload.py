@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetseq.parallel.offload_tiers import Parcel, Tier, Wait
 
@@ -74,7 +73,7 @@ class _Kept:
         self.index = 0  # the newest in the order of forward
         self.bytes, self.version = tensor.nbytes, tensor._version
         self.tensor: Tensor | None = tensor.detach()  # with the graph it would hold itself
-        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.memory = weakref.ref(tensor.untyped_storage())  # dies with the storage, not with this object of it
         self.parcel: Parcel | None = None
         self.arriving: Wait | None = None
         self._count = count
@@ -112,13 +111,13 @@ class _MicroBatch:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         one = self._by_memory.get(key)
         kept = None if one is None else one()
-        if one is None or kept is None or kept.storage.expired():
+        if one is None or kept is None or kept.memory() is None:
             kept = _Kept(tensor, self._count)
             one = self._by_memory[key] = weakref.ref(kept)
             self._facts.tensors += 1
             self._facts.bytes += kept.bytes
             self._count(kept.bytes)
-        elif kept.tensor is None:  # it has left, and its memory is still there: somebody else holds it
+        elif kept.tensor is None:  # it has left, and its memory is still there: something else holds it
             kept.tensor = tensor.detach()
             self._count(kept.bytes)
         kept.index = len(self._order)
@@ -179,7 +178,7 @@ class _MicroBatch:
     def _fetch(self, kept: _Kept) -> Wait:
         assert kept.parcel is not None
         self._count(kept.bytes)
-        return kept.parcel.get()
+        return kept.parcel.fetch()
 
     def _waiting(self, wait: Callable[[], Any]) -> Any:
         began_s = time.perf_counter()

@@ -44,7 +44,7 @@ class Parcel(Protocol):
         """
         ...
 
-    def get(self) -> Wait:
+    def fetch(self) -> Wait:
         """Begin to bring a copy back. The result waits for it: same values, shape, strides, type and device."""
         ...
 
@@ -131,7 +131,7 @@ class HostTier:
         return wait
 
     def order_after(self, copied: torch.cuda.Event) -> None:
-        """Have what computes from now on run after a copy: whoever gets the memory of the tensor next."""
+        """Have what computes from now on run after a copy, before it uses the memory of the tensor."""
         torch.cuda.current_stream(self._device).wait_event(copied)
 
     def give_back(self, slab: Tensor) -> None:
@@ -145,7 +145,7 @@ class _OnHost:
     def has_left(self) -> None:
         self._tier.order_after(self._copied)
 
-    def get(self) -> Wait:
+    def fetch(self) -> Wait:
         return self._tier.bring(self._slab, self._form)
 
     def free(self) -> None:
@@ -194,7 +194,7 @@ class DiskTier:
     def _write(self, content: Tensor, place: int, ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
-        rest = memoryview(content.cpu().numpy())
+        rest = memoryview(content.cpu().numpy().data)
         try:
             while rest:
                 done = os.pwrite(self._file.fileno(), rest, place)
@@ -208,7 +208,7 @@ class DiskTier:
     def _read(self, place: int, size: int, written: Future[None]) -> Tensor:
         written.result()
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        rest = memoryview(memory.numpy())
+        rest = memoryview(memory.numpy().data)
         try:
             while rest:
                 if not (done := os.preadv(self._file.fileno(), [rest], place)):
@@ -229,7 +229,7 @@ class _InFile:
     def has_left(self) -> None:
         self._written.result()
 
-    def get(self) -> Wait:
+    def fetch(self) -> Wait:
         return self._tier.bring(self._place, self._form, self._size, self._written)
 
     def free(self) -> None:

@@ -356,10 +356,11 @@ def build_controller(
     config, material, loop = job.config, job.material, job.material.own_loop
     name = f"rank {job.own_slot} on {socket.gethostname()}"
     computer = ShareComputer(
-        material.task, replica, terms=material.terms, on=ComputeDevice(material.device, material.precision, name),
+        material.task, replica, terms=material.terms,
+        on=ComputeDevice(material.device, material.precision, name, material.offload),
         sizes=sizes, seed=config.task.seed,
         throttle=Throttle(config.distributed.throttle_factors().get(job.own_slot, 1.0)),
-        noise_scale_every=config.optimization.noise_scale_every, offload=material.offload,
+        noise_scale_every=config.optimization.noise_scale_every,
     )  # fmt: skip
     return Controller(
         computer, job.group, feed=feed.steps, boundary=boundary, state=start.state,

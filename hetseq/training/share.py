@@ -50,11 +50,15 @@ class Part:
 
 @dataclass(frozen=True)
 class ComputeDevice:
-    """The device on which a rank computes, the precision, and the rank's name in messages."""
+    """The device on which a rank computes, the precision, and the rank's name in messages.
+
+    `offload`: where the tensors go that forward keeps for backward; None: they stay on the device.
+    """
 
     device: torch.device
     precision: Precision
     name: str
+    offload: ActivationOffload | None = None
 
 
 class ShareComputer:
@@ -71,7 +75,6 @@ class ShareComputer:
         seed: int,
         throttle: Throttle | None = None,
         noise_scale_every: int = 0,
-        offload: ActivationOffload | None = None,
     ) -> None:
         self.task, self.replica, self.sizes = task, replica, sizes
         self.terms, self.weights, self.precision = terms, weights_of(task, terms), on.precision
@@ -79,7 +82,7 @@ class ShareComputer:
         self.device, self.name, self.seed = on.device, on.name, seed
         self.place, self.clock = place_on(on.device, on.precision.storage), MicroBatchClock(on.device)
         self.throttle, self._noise_scale_every = throttle or Throttle(), noise_scale_every
-        self._offload, self._has_told_of_offload = offload, False
+        self._offload, self._has_told_of_offload = on.offload, False
 
     def compute(
         self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]

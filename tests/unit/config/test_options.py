@@ -619,7 +619,7 @@ def candidates(hint: Any, choices: tuple[str, ...], draw: random.Random) -> list
     """Values of a field's type, plain and nasty ones."""
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
-        words = candidates(item, (), draw) + (["cpu", "cuda:1", "1:3", "2:1.5"] if item is str else [])
+        words = candidates(item, (), draw) + (["cpu", "cuda:1", "1:3", "2:1.5", "*.layer.[01]"] if item is str else [])
         return [(word,) for word in words] + [tuple(draw.sample(words, 2)) for _ in range(20)]
     members = [member for member in typing.get_args(hint) if member is not type(None)]
     if members:

@@ -73,7 +73,7 @@ class _Entry:
     def has_left(self) -> None:
         self._say("left")
 
-    def get(self) -> Wait:
+    def fetch(self) -> Wait:
         self._say("get")
 
         def wait() -> Tensor:

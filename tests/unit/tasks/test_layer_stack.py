@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from hetseq import registry
 from hetseq.cluster.membership.compatibility import option_fields
 from hetseq.comm.group import LocalGroup
+from hetseq.parallel.activation_checkpointing import is_checkpointed
 from hetseq.system import device_memory as memory
 from hetseq.tasks.bert.packing import pack
-from hetseq.parallel.activation_checkpointing import is_checkpointed
 from hetseq.tasks.nn.activation_checkpointing import LayerStack, checkpoint_activations_
 from hetseq.tasks.nn.huggingface import write_pretrained
 from hetseq.training.precision import PRECISIONS
