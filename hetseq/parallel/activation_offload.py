@@ -44,8 +44,11 @@ class OffloadFacts:
 class ActivationOffload:
     """Offloads the activations of one micro-batch after the other. For one thread."""
 
-    def __init__(self, model: torch.nn.Module, tier: Tier, *, horizon: int, least_bytes: int = LEAST_BYTES) -> None:
-        self._model, self._tier, self._horizon, self._least_bytes = model, tier, horizon, least_bytes
+    def __init__(
+        self, model: torch.nn.Module, tier: Tier, *, horizon: int, least_bytes: int | None = None
+    ) -> None:  # fmt: skip
+        self._model, self._tier, self._horizon = model, tier, horizon
+        self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self.facts = OffloadFacts()  # of the newest micro-batch
 
     @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ STEPS = 50
 GRADIENT, CURVE = 1e-14, 1e-11
 OWNERS = ["3,1", "6,2,1", "1,1,8", "2,0,1"]
 ROWS = {"3,1": "9,3", "6,2,1": "7,4,1", "1,1,8": "9,3,0", "2,0,1": "5,4,3"}
+#: the inputs of layers alone are kept, and all but one of them leave for a file
+AWAY = f"--checkpoint-modules auto --offload-activations --loading-horizon 1 --offload-dir {tempfile.gettempdir()}"
 OPTIMIZERS = ["adamw", "sgd", "adadelta", "adagrad", "lamb", "muon"]
 
 
@@ -202,7 +205,7 @@ CASES = {
         [Case("gpt2", "1,1,8", "adamw", "--activation-checkpointing"), Case("gpt2", "2,0,1", "muon")], True
     ),
     "gpt2 compiled": ([Case("gpt2", "3,1", "adamw", compiles=True)], False),
-    "llama adagrad": ([Case("llama", "6,2,1", "adagrad")], False),
+    "llama adagrad": ([Case("llama", "6,2,1", "adagrad"), Case("llama", "6,2,1", "adamw", AWAY)], False),
     "causal lm adamw": ([Case("causal lm", "2,0,1", "adamw")], False),
     "lora adamw": ([Case("lora", "1,1,8", "adamw")], True),
 }  # fmt: skip
@@ -221,7 +224,9 @@ def test_the_curve_is_that_of_one_device(cases: list[Case], shares_memory: bool,
 def test_the_whole_matrix(task: str, own: str, shares_memory: bool, tmp_path: Path) -> None:
     cases = [Case(task, own, optimizer) for optimizer in OPTIMIZERS]
     cases += [Case(task, own, "adamw", frozen="layers.0"), Case(task, own, "sgd", clip_norm=0.0)]
+    cases += [Case(task, own, "adamw", AWAY), Case(task, own, "adamw", AWAY, frozen="layers.0")]
     if task not in ("causal lm", "lora"):
+        cases += [Case(task, own, "adamw", AWAY, compiles=True)]
         cases += [Case(task, own, "adamw", "--activation-checkpointing"), Case(task, own, "adamw", compiles=True)]
     check(tmp_path, cases, shares_memory=shares_memory)
 

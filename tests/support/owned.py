@@ -15,6 +15,7 @@ from hetseq import Task
 from hetseq import config as options
 from hetseq.balance import ownership
 from hetseq.comm.group import GlooGroup, Group
+from hetseq.parallel import activation_offload
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.session import Session
@@ -131,6 +132,7 @@ def train_cases(
     """A rank's life: one training after the other."""
     if shares_memory and isinstance(group, GlooGroup):
         group.meet_neighbours()
+    activation_offload.LEAST_BYTES = 1  # the models are small
     return [train_owned(group, save_dir, words, False, setting) for words, setting in cases]
 
 
