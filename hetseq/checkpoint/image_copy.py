@@ -29,7 +29,7 @@ from hetseq.system import faults
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 1800.0  # for a message: only a group that is cut ends a transfer, and a stopped rank has that done
-_END_S = 0.3  # for a message to end once its connection is cut; else its thread is left to end at the deadline
+_END_S = 0.3  # at most, for a message to end; else its thread is left to end at the deadline
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PartCopies:
     def close(self, *, keep: bool) -> None:
         """Release everything; with `keep` whole copies stay in memory. Cut the connections before."""
         self._is_closed = True
-        self._thread.end(patience_s=_END_S)
+        self._thread.end(patience_s=_END_S if self._way is None else min(_END_S, self._way.messages.end_s()))
         for arena in self._arenas:
             arena.close(unlink=not (keep and arena.is_sealed))
         self._arenas.clear()

@@ -15,6 +15,7 @@ import hmac
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -183,6 +184,7 @@ class GlooGroup:
         self._neighbours: SharedMemoryRanks | None = None
         self._ports: frozenset[tuple[str, int]] = frozenset()  # the listening addresses of all ranks
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
+        self._cut_s = 0.0  # when the connections were cut
         self._subgroups: list[GlooGroup] = []
         self._messages = 0  # groups for messages so far
         self._right_of_way = RightOfWay()
@@ -246,7 +248,7 @@ class GlooGroup:
             return SharedSlices(self._neighbours, deadline_s=lambda: self.deadline_s)
         return TaggedSlices(
             self._transport, rank=self.rank, world_size=self.world_size, deadline_s=lambda: self.deadline_s,
-            is_cut=lambda: self._is_cut, right_of_way=self._right_of_way,
+            is_cut=lambda: self._is_cut, end_s=self._end_s, right_of_way=self._right_of_way,
         )  # fmt: skip
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
@@ -263,8 +265,9 @@ class GlooGroup:
         group = self._connect_apart(self.rank, self.world_size, name, shares_memory=False)
         # a send that was under way when the connections were cut ends only at its deadline
         return Messages(
-            group._transport, self._right_of_way, sever=group.sever, close=lambda: group.close(patience_s=_CUT_S)
-        )
+            group._transport, self._right_of_way, sever=group.sever, end_s=group._end_s,
+            close=lambda: group.close(patience_s=min(_CUT_S, group._end_s())),
+        )  # fmt: skip
 
     def _connect_apart(self, rank: int, world_size: int, name: str, **options: Any) -> GlooGroup:
         """A group of some or all of these ranks with connections of its own, which ends with this one."""
@@ -284,9 +287,14 @@ class GlooGroup:
         self._is_severed = True
         for group in self._subgroups:
             group.sever()
-        self._is_cut = wall.cut(self._ports)
+        if not self._is_cut:
+            self._is_cut, self._cut_s = wall.cut(self._ports), time.monotonic()
         if self._neighbours is not None:
             self._neighbours.sever()
+
+    def _end_s(self) -> float:
+        """How long to wait for the end of what uses the connections: of all together 0.3 s after they were cut."""
+        return max(0.0, self._cut_s + _CUT_S - time.monotonic()) if self._is_cut else _END_S
 
     def close(self, *, patience_s: float = _END_S) -> None:
         """As in `Group`; waits for the end of the transport for at most `patience_s`."""

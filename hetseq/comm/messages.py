@@ -37,9 +37,12 @@ class Messages:
         right_of_way: RightOfWay,
         *,
         sever: Callable[[], None],
+        end_s: Callable[[], float],
         close: Callable[[], None],
     ) -> None:
         self._transport, self._right_of_way, self._sever, self._close = transport, right_of_way, sever, close
+        #: how long to wait for the end of a message: most end once the connections are cut, some at their deadline
+        self.end_s = end_s
         self._lock = threading.Lock()
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
 

@@ -90,7 +90,8 @@ class TaggedSlices:
     """Slices by the point-to-point messages of gloo, between any devices. A thread waits for them and adds them up.
 
     `transport` gives the process group; None for a world of one. `is_cut`: its connections were cut. A send that was
-    under way then may end only at its deadline, so no rank waits for it any more. `right_of_way` counts the transfers.
+    under way then may end only at its deadline, so no rank waits for it any more. `end_s`: how long `close` waits for
+    the end of a transfer. `right_of_way` counts the transfers.
     """
 
     def __init__(
@@ -101,10 +102,11 @@ class TaggedSlices:
         world_size: int,
         deadline_s: Callable[[], float],
         is_cut: Callable[[], bool] = lambda: False,
+        end_s: Callable[[], float] = lambda: _END_S,
         right_of_way: RightOfWay | None = None,
     ) -> None:
         self._transport, self._rank, self._world_size, self._deadline_s = transport, rank, world_size, deadline_s
-        self._is_cut, self._right_of_way = is_cut, right_of_way or RightOfWay()
+        self._is_cut, self._end_s, self._right_of_way = is_cut, end_s, right_of_way or RightOfWay()
         self.sent_bytes = self.received_bytes = 0
         self._free: list[torch.Tensor] = []
         self._tag = 0
@@ -171,9 +173,8 @@ class TaggedSlices:
         return self._exchange("the state", dict(outgoing), dict(incoming))
 
     def close(self) -> None:
-        patience_s = _CUT_S if self._is_cut() else _END_S
-        self._posting.end(patience_s=patience_s)
-        self._waiting.end(patience_s=patience_s)
+        self._posting.end(patience_s=self._end_s())
+        self._waiting.end(patience_s=self._end_s())
 
     def _outgoing(self, flat: torch.Tensor, bounds: Sequence[int]) -> dict[int, torch.Tensor]:
         """The slice of each other owner, beginning after this rank, so that not all ranks send to the same one."""

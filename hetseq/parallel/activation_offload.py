@@ -59,8 +59,20 @@ class ActivationOffload:
         HetSeqError if the tier fails.
         """
         stay = {one.untyped_storage().data_ptr() for one in (*self._model.parameters(), *self._model.buffers())}
+        device = next(self._model.parameters()).device
         self.facts = OffloadFacts()
-        one = _MicroBatch(self._tier, self._horizon, self._least_bytes, stay, self.facts)
+
+        def may_leave(tensor: Tensor) -> bool:
+            # a copy of another kind of tensor could be another one to a kernel
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != device:
+                return False
+            storage = tensor.untyped_storage()
+            is_large = tensor.nbytes >= self._least_bytes
+            # of a part of a larger tensor the whole would stay, and its copy could have other strides
+            is_whole = storage.nbytes() == tensor.nbytes and _is_dense(tensor)
+            return is_large and is_whole and storage.data_ptr() not in stay
+
+        one = _MicroBatch(self._tier, self._horizon, may_leave, self.facts)
         with saved_tensors_hooks(one.pack, one.unpack):
             yield
 
@@ -99,8 +111,8 @@ class _Kept:
 class _MicroBatch:
     """The kept tensors of one forward, until backward has used them."""
 
-    def __init__(self, tier: Tier, horizon: int, least_bytes: int, stay: set[int], facts: OffloadFacts) -> None:
-        self._tier, self._horizon, self._least_bytes, self._stay, self._facts = tier, horizon, least_bytes, stay, facts
+    def __init__(self, tier: Tier, horizon: int, may_leave: Callable[[Tensor], bool], facts: OffloadFacts) -> None:
+        self._tier, self._horizon, self._may_leave, self._facts = tier, horizon, may_leave, facts
         self._order: list[weakref.ref[_Kept]] = []  # of forward; autograd holds them
         self._by_memory: dict[tuple[Any, ...], weakref.ref[_Kept]] = {}
         self._hot: deque[weakref.ref[_Kept]] = deque()  # on the device and not leaving yet, the oldest first
@@ -149,13 +161,6 @@ class _MicroBatch:
             if later is not None and later.tensor is None and later.arriving is None:
                 later.arriving = self._fetch(later)
         return tensor
-
-    def _may_leave(self, tensor: Tensor) -> bool:
-        """Whether its leaving would free memory, and a copy be the same to every kernel."""
-        if tensor.nbytes < self._least_bytes or tensor.layout is not torch.strided or type(tensor) is not Tensor:
-            return False
-        storage = tensor.untyped_storage()
-        return storage.data_ptr() not in self._stay and storage.nbytes() == tensor.nbytes and _is_dense(tensor)
 
     def _push_out(self, kept: _Kept | None) -> None:
         if kept is None:

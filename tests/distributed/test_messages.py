@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -61,12 +62,18 @@ def lost(group: Group) -> str:
     messages = group.messages()
     if group.rank == 0:
         messages.send(memoryview(bytearray(PIECE)), 1, channel=0, channels=1, timeout_s=20.0)
+        before_s = messages.end_s()
         messages.sever()
-        return ""
+        first_s = messages.end_s()
+        time.sleep(0.4)
+        messages.sever()  # which changes nothing
+        return f"{before_s} {0 < first_s <= 0.3} {messages.end_s()}"
     with pytest.raises(PeerLostError) as caught:
         messages.receive(memoryview(bytearray(4 * PIECE)), 0, channel=0, channels=1, timeout_s=20.0)
     return str(caught.value)
 
 
 def test_a_cut_in_the_middle_of_a_message_is_a_lost_peer() -> None:
-    assert run_ranks(lost, 2)[1].startswith("lost a peer while waiting up to 20 s for a message (")
+    waits, said = run_ranks(lost, 2)
+    assert waits == "2.0 True 0.0", "all that waits for an end waits for the same 0.3 s"
+    assert said.startswith("lost a peer while waiting up to 20 s for a message (")

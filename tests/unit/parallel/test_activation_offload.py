@@ -145,7 +145,7 @@ def test_no_more_is_on_the_device_than_the_horizon_and_two(horizon: int) -> None
 
 def test_backward_takes_them_in_turn_and_has_as_many_on_their_way_as_the_horizon_says() -> None:
     model, diary = nn.Sequential(*(nn.Tanh() for _ in range(6))), Diary()
-    offload = ActivationOffload(model, diary, horizon=2, least_bytes=1)
+    offload = ActivationOffload(nn.Linear(1, 1), diary, horizon=2, least_bytes=1)
     with offload.forward():
         total = model(torch.randn(8, requires_grad=True)).sum()
     assert diary.said == ["put 0", "left 0", "put 1", "left 1", "put 2", "left 2", "put 3"]
@@ -194,12 +194,13 @@ def test_a_graph_may_be_used_twice_or_never() -> None:
     assert diary.held == 0
 
 
-def test_parameters_small_tensors_and_parts_of_others_stay(disk: DiskTier) -> None:
+def test_parameters_small_tensors_parts_of_others_and_those_of_other_devices_stay(disk: DiskTier) -> None:
     model = nn.Linear(64, 64, bias=False)
     offload = ActivationOffload(model, disk, horizon=0, least_bytes=64 * 64 * 4)
     with offload.forward():
         rows = torch.randn(64, 128, requires_grad=True)
         left, right = rows.exp().chunk(2, dim=1)  # strides with gaps
+        torch.ones(64, 64, device="meta", requires_grad=True).exp()  # of another device
         total = (model(left) * right).sum() + torch.randn(63, 64, requires_grad=True).exp().sum()
     assert offload.facts.tensors == 2, "the result of exp, and of the layer"
     total.backward()
