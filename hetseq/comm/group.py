@@ -184,9 +184,8 @@ class GlooGroup:
         self._neighbours: SharedMemoryRanks | None = None
         self._ports: frozenset[tuple[str, int]] = frozenset()  # the listening addresses of all ranks
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
-        self._cut_s = 0.0  # when the connections were cut
         self._subgroups: list[GlooGroup] = []
-        self._messages = 0  # groups for messages so far
+        self._messages, self._cut_s = 0, 0.0  # groups for messages so far; when the connections were cut
         self._right_of_way = RightOfWay()
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
