@@ -44,7 +44,7 @@ _LEFT = {
     "seed", "precision", "max_skipped_steps", "noise_scale_every", "num_workers", "max_sentences", "global_batch_size",
     "unit_size", "shuffle_block", "required_batch_size_multiple",
 }  # fmt: skip
-_OF_A_TASK = ("task", "data", "validation", "optimization")
+_OF_A_TASK = ("task", "data", "validation", "optimization", "memory")
 
 
 def run(argv: Sequence[str], say: Callable[[str], None]) -> int:
