@@ -2,7 +2,8 @@
 
 Responsible for the memory of a part and for its way to the second place, in a thread of its own. Does not decide when
 an image is made. The one idea: both ranks know from the same call which image is next, so no message says what it is.
-The owner sends the bytes and their checksums; the keeper computes its own, and answers only if they are equal.
+The owner sends the bytes and their checksums; the keeper computes its own, and answers whether they are equal. If
+not, the owner sends them again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hetseq.system import faults
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 1800.0  # for a message: only a group that is cut ends a transfer, and a stopped rank has that done
+_TRIES = 3  # to bring a part to its second place with the right bytes
 _END_S = 0.3  # at most, for a message to end; else its thread is left to end at the deadline
 
 
@@ -128,15 +130,25 @@ class OwnPart(PartCopies):
             sums = self._sums(slot)
             self._seal(slot, serial, sums)
             if self._way is not None and self.part.keeper is not None:
-                image = self._arenas[slot].image[: self.bytes]
-                self._way.send(image[: self.bytes // 2], self.part.keeper)
-                faults.point("image")
-                self._way.send(image[self.bytes // 2 :], self.part.keeper)
-                self._way.send(memoryview(bytearray(_packed(sums))), self.part.keeper)
-                self._way.receive(memoryview(bytearray(1)), self.part.keeper)
+                self._bring(self._way, self.part.keeper, self._arenas[slot].image[: self.bytes], sums)
             when_safe(time.thread_time() - before_s)
 
         self._snapshots[slot].begin(tensors, at_once=at_once, when_whole=lambda: self._in_thread(send))
+
+    def _bring(self, way: Way, keeper: int, image: memoryview, sums: list[int]) -> None:
+        """Send the part until the keeper says that it has the right bytes. Raises DamagedError after three times."""
+        for _ in range(_TRIES):
+            way.send(image[: self.bytes // 2], keeper)
+            faults.point("image")
+            way.send(image[self.bytes // 2 :], keeper)
+            way.send(memoryview(bytearray(_packed(sums))), keeper)
+            answer = bytearray(1)
+            way.receive(memoryview(answer), keeper)
+            if answer[0]:
+                return
+        raise DamagedError(
+            f"part {self.part.index} of an image arrived at rank {keeper} {_TRIES} times with other bytes"
+        )
 
     def settle(self) -> None:
         """Wait until the tensors of the newest copy may change again."""
@@ -163,20 +175,29 @@ class KeptPart(PartCopies):
         def receive() -> None:
             before_s, way, owner = time.thread_time(), self._way, self.part.owner
             assert way is not None
-            image = arena.image[: self.bytes]
+            sums = self._take(way, owner, slot)
+            self._seal(slot, serial, sums)  # only now is it an image
+            faults.point("image_answer")
+            way.send(memoryview(bytearray(b"1")), owner)
+            when_over(time.thread_time() - before_s)
+
+        self._in_thread(receive)
+
+    def _take(self, way: Way, owner: int, slot: int) -> list[int]:
+        """The checksums of the part, once it has arrived as its owner has it. Raises DamagedError after three times."""
+        image = self._arenas[slot].image[: self.bytes]
+        for _ in range(_TRIES):
             way.receive(image[: self.bytes // 2], owner)
             way.receive(image[self.bytes // 2 :], owner)
             sums = self._sums(slot)
             expected = bytearray(4 * len(sums))
             way.receive(memoryview(expected), owner)
-            if bytes(expected) != _packed(sums):
-                raise DamagedError(f"part {self.part.index} of an image arrived from rank {owner} with other bytes")
-            self._seal(slot, serial, sums)  # only now is it an image
-            faults.point("image_answer")
+            if bytes(expected) == _packed(sums):
+                return sums
             way.send(memoryview(bytearray(1)), owner)
-            when_over(time.thread_time() - before_s)
-
-        self._in_thread(receive)
+        raise DamagedError(
+            f"part {self.part.index} of an image arrived from rank {owner} {_TRIES} times with other bytes"
+        )
 
 
 def _packed(sums: list[int]) -> bytes:

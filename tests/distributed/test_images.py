@@ -182,18 +182,21 @@ def test_an_image_is_safe_only_once_its_second_place_has_answered(tmp_path: Path
     assert slow["left"] == fast["left"] == []
 
 
-def damage(group: Group, folder: Path, what: str) -> Any:
-    """A byte of both copies of rank 0's part changes before the image is read, or on its way to the second place."""
+def damage(group: Group, folder: Path, what: str, times: int = 0) -> Any:
+    """A byte of both copies of rank 0's part changes before the image is read, or `times` on its way to the other."""
     node = Node(group, folder, (1, 1))
     if what == "way" and group.rank == 1:
         messages = node.images._messages
         assert messages is not None
         receive: Callable[..., None] = messages.receive
+        harmed = 0
 
         def wrong(content: memoryview, source: int, **options: Any) -> None:
+            nonlocal harmed
             receive(content, source, **options)
-            if len(content) > 1000:
+            if len(content) > 1000 and harmed < times:
                 content[1000] ^= 1
+                harmed += 1
 
         messages.receive = wrong  # type: ignore[method-assign]
     assert node.make(1)
@@ -229,9 +232,15 @@ def test_a_changed_byte_is_seen_by_all_and_the_image_is_given_up(tmp_path: Path)
 
 
 def test_a_byte_that_changes_on_the_way_makes_no_second_place(tmp_path: Path) -> None:
-    owner, keeper = run_ranks(damage, 2, tmp_path, "way")
+    owner, keeper = run_ranks(damage, 2, tmp_path, "way", 1000)
     assert (owner["is_safe"], keeper["is_safe"]) == (False, True)
     assert dict(keeper["here"])[1] == (1,)
+
+
+def test_a_part_that_has_arrived_with_other_bytes_is_sent_again(tmp_path: Path) -> None:
+    owner, keeper = run_ranks(damage, 2, tmp_path, "way", 2)
+    assert (owner["is_safe"], keeper["is_safe"]) == (True, True)
+    assert dict(keeper["here"])[1] == (0, 1)
 
 
 def live_in_little_room(group: Group, folder: Path) -> Any:
