@@ -1,6 +1,6 @@
 """Activations that leave the device between forward and backward: memory on the device, and the time of backward.
 
-    python bench/offload.py [--device cpu|cuda] [--rounds 7] [--rows 8] [--horizons 0 1 2 4 8]
+    python bench/offload.py [--device cpu|cuda:N] [--rounds 7] [--rows 8] [--horizons 0 1 2 4 8]
 
 All ways train the same network in turns, layers checkpointed: with everything on the device (`none`), offloaded with
 each horizon, and on a GPU with torch's `save_on_cpu` too. Ratios are of a round, to `none`. Before, one step of each
@@ -117,15 +117,19 @@ class _Sent:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; an error ends the script in words."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=8, help="of the GPU's micro-batch")
     parser.add_argument("--horizons", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     arguments = parser.parse_args(words)
     if min(arguments.rounds, arguments.rows) < 1 or min(arguments.horizons) < 0:
         parser.error("--rounds, --rows: expected at least 1; --horizons: expected 0 or more")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this machine has no GPU that torch can use")
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index >= torch.cuda.device_count()):
+        parser.error(f"--device {arguments.device}: this machine has no such device")
+    arguments.device = str(device)
     return arguments
 
 
@@ -142,7 +146,8 @@ def main() -> int:
         tier: Any = SlowLink(FORWARD_S + BACKWARD_S)
         least, ways = 1, dict[str, Way]()
     else:
-        device = torch.device("cuda")
+        device = torch.device(arguments.device)
+        torch.cuda.set_device(device)
         shape = GptConfig(
             WORDS, 2048, 24, 16, 16, 128, 8192, LENGTH,
             embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0,
@@ -233,7 +238,7 @@ def judge(
             horizon = int(name.split()[1])
             met.append(row["live"] <= (horizon + 2) / row["tensors"])
             met.append(horizon < 1 or backward.median <= BACKWARD_BAR)
-    if arguments.device == "cuda":
+    if arguments.device != "cpu":
         small = [row for row in rows if "live" in row and row["live"] <= LIVE_BAR and row["backward"] <= CUDA_BAR]
         (torch_own,) = (row for row in rows if row["way"] == "save_on_cpu")
         met += [bool(small), any(torch_own["step"] / row["step"] >= SPEED_BAR for row in small)]

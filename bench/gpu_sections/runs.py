@@ -210,12 +210,18 @@ def told(name: str, text: str, words: str) -> Check:
 
 def measured(place: Place, script: str, *words: str) -> dict[str, Any]:
     """The first row of the line of JSON with which a script of bench/ ends. Raises RunFailed where there is none."""
+    return all_measured(place, script, *words)[0]
+
+
+def all_measured(place: Place, script: str, *words: str) -> list[dict[str, Any]]:
+    """As `measured`, with all rows, at least one."""
     place.begin(" ".join([f"bench/{script}", *words]))
     command = [sys.executable, str(BENCH / script), "--device", place.device, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
-        row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["rows"][0]
+        rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
+        rows[0]
     except (IndexError, KeyError, TypeError, ValueError):
         said = one_line((done.stderr or done.stdout).strip().rpartition("\n")[2])
         raise RunFailed(f"bench/{script} {' '.join(words)} ended with {done.returncode}: {said}") from None
-    return row
+    return rows
