@@ -32,12 +32,17 @@ def checkpoint_activations(model: nn.Module, modules: str | Sequence[str] = AUTO
     other the outer one counts. "auto" takes the layers: the modules of each `ModuleList` or `Sequential` that has
     several of one class with parts of their own. May be called again with the same patterns. Any rank, alone.
 
-    Raises ConfigError if nothing fits, or if a module has batch norm layers: a second forward would count a batch
-    twice.
+    Raises ConfigError if nothing fits, if a module has batch norm layers, since a second forward would count a batch
+    twice, and if a model of transformers does the same by itself.
     """
     patterns = [modules] if isinstance(modules, str) else list(modules)
     by_name = {name: module for name, module in model.named_modules() if name}
     found = list(dict.fromkeys(name for one in patterns for name in _fitting(one, by_name, model)))
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise ConfigError(
+            f"--checkpoint-modules {','.join(patterns)}: {type(model).__name__} runs layers again in backward already,"
+            " by its own gradient checkpointing: leave this or --activation-checkpointing out"
+        )
     outer = tuple(name for name in found if not any(name.startswith(f"{other}.") for other in found))
     for name in outer:
         if norms := batch_norms(by_name[name]):

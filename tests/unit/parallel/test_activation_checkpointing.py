@@ -101,6 +101,12 @@ class Counting(Block):
         return super().forward(hidden, scale=scale)
 
 
+def does_so_itself() -> nn.Module:
+    model = Net()
+    model.is_gradient_checkpointing = True  # type: ignore[assignment]
+    return model
+
+
 def of(*modules: nn.Module) -> nn.Sequential:
     return nn.Sequential(*modules)
 
@@ -110,6 +116,7 @@ def of(*modules: nn.Module) -> nn.Sequential:
     [
         (lambda: of(nn.Linear(8, 8), nn.Linear(8, 8)), "auto", "auto found no layers, several modules of one class"),
         (Net, "decoder.*", r"decoder\.\* fits no module of Net: .*; it has first, encoder, encoder.0, .*, \.\.\.$"),
+        (does_so_itself, "auto", "Net runs layers again in backward already"),
         (lambda: of(Block(), of(Block(), nn.BatchNorm1d(8))), "1", "1 has BatchNorm1d, whose averages would count"),
     ],
 )  # fmt: skip
