@@ -124,9 +124,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if min(arguments.rounds, arguments.rows) < 1 or min(arguments.horizons) < 0:
         parser.error("--rounds, --rows: expected at least 1; --horizons: expected 0 or more")
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)
+    device = torch.device("cuda:0" if arguments.device == "cuda" else arguments.device)
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index >= torch.cuda.device_count()):
         parser.error(f"--device {arguments.device}: this machine has no such device")
     arguments.device = str(device)
