@@ -201,7 +201,7 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
         divided = _fractions(room, [rank.is_stable for rank in ranks], model.state_bytes)
         if divided is None:
             reason = _no_room(names, room, model.state_bytes)
-            reason += ", or compute fewer samples at a time (--batch-size, --activation-checkpointing)"
+            reason += ", or compute fewer samples at a time (--batch-size, --checkpoint-modules auto)"
             return Misfit(kind, missing, model.state_bytes - sum(room), reason)
         fractions = divided
         left = [bytes_ - round(own * model.state_bytes) for bytes_, own in zip(left, fractions)]
@@ -285,7 +285,7 @@ def _too_small(kind: str, names: Sequence[str], missing: Sequence[int]) -> str:
         )
     return (
         f"{lacking} for the whole parameters and one micro-batch: leave such ranks out, compute layers again with"
-        " --activation-checkpointing, or train a smaller model"
+        " --checkpoint-modules auto, or train a smaller model"
     )
 
 
