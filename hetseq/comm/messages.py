@@ -7,6 +7,7 @@ numbered on both sides, so that two threads of different ranks need no agreement
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -22,7 +23,7 @@ from hetseq.errors import PeerLostError
 _TAGS = 1 << 30
 _PIECE_BYTES = 1 << 18  # a message goes in pieces, each once both ranks have posted it
 _POSTED = 2  # pieces at a time: what lies in a link delays the transfers of a step
-_PATIENCE = 4  # the next piece gives way to a step for at most so many times as long as one took
+_PATIENCE = 4  # a piece gives way to a step for at most so many times as long as the fastest one took
 
 
 class Messages:
@@ -60,13 +61,9 @@ class Messages:
 
     def receive(self, content: memoryview, source: int, *, channel: int, channels: int, timeout_s: float) -> None:
         """Receive the next bytes from rank `source`, as many as `content` has. As `send`."""
-        pieces, began_s = _pieces(content), time.monotonic()
+        pieces = _pieces(content)
 
         def post() -> dist.Work:
-            nonlocal began_s
-            # here alone: two ranks that both give way would wait for each other's wait
-            self._right_of_way.give_way(_PATIENCE * (time.monotonic() - began_s))
-            began_s = time.monotonic()
             return self._transport().recv([next(pieces)], source, self._next(self._received, source, channel, channels))
 
         self._move(len(content), post, timeout_s)
@@ -86,14 +83,24 @@ class Messages:
         return (number * channels + channel) % (_TAGS - _TAGS % channels)
 
     def _move(self, size: int, post: Callable[[], dist.Work], timeout_s: float) -> None:
-        posted = deque[dist.Work]()
+        posted, least_s = deque[tuple[dist.Work, float]](), math.inf
+
+        def await_one() -> None:
+            nonlocal least_s
+            work, posted_s = posted.popleft()
+            work.wait(timedelta(seconds=timeout_s))
+            least_s = min(least_s, time.monotonic() - posted_s)
+
         try:
             for _ in range(0, size, _PIECE_BYTES):
-                posted.append(post())
+                if least_s < math.inf:
+                    # the least: what a piece takes else includes the time for which the other rank gives way
+                    self._right_of_way.give_way(_PATIENCE * least_s)
+                posted.append((post(), time.monotonic()))
                 if len(posted) == _POSTED:
-                    posted.popleft().wait(timedelta(seconds=timeout_s))
-            for work in posted:
-                work.wait(timedelta(seconds=timeout_s))
+                    await_one()
+            while posted:
+                await_one()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise PeerLostError(f"lost a peer while waiting up to {timeout_s:.0f} s for a message ({reason})") from None
