@@ -116,7 +116,10 @@ def test_kills_while_the_others_recover(
     run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **IN_MEMORY)
     run.check_losses(undisturbed)
     went_back = [event for event in run.found.events if event.get("image")]
-    assert bool(went_back) == has_owner
+    # rank 2 has its second place at rank 0: with both the memory of both is lost, and the run begins again
+    are_both_lost = name == "both owners in the same instant"
+    assert bool(went_back) == (has_owner and not are_both_lost)
+    assert not are_both_lost or "[state-lost]" in run.said
 
 
 @pytest.mark.fault("FT-21")
