@@ -19,7 +19,7 @@ from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica
 from hetseq.parallel.task_state import TaskState
 from hetseq.run import shadow_outlet
-from hetseq.run.shadow_feed import ShadowFeed
+from hetseq.run.shadow_feed import ShadowFeed, _packed
 from hetseq.run.shadow_outlet import Following, Message, StateMessage
 
 FIRST = Lineage(4, 44)
@@ -190,3 +190,11 @@ def test_a_copy_that_is_no_longer_wanted_holds_nobody(feed: ShadowFeed, replica:
     message.settle()
     with pytest.raises(shadow_outlet.StreamError, match="could not be copied"):
         list(message.frames())
+
+
+def test_a_message_may_hold_the_widest_numbers() -> None:
+    values = [torch.ones(1, dtype=torch.float64), torch.ones(2, dtype=torch.complex128)]
+    pieces = [parts.whole("task", str(place), value) for place, value in enumerate(values)]
+    memory = _packed(pieces, values)
+    for piece, offset, value in zip(pieces, parts.offsets_of(pieces)[0], values):
+        assert torch.equal(parts.value_of(memory, offset, piece), value)
