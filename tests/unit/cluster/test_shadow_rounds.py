@@ -175,6 +175,17 @@ def test_a_shadow_counts_for_min_ranks_only_when_it_is_a_rank() -> None:
     assert rosters(followed.arrive(0)) == {("0.1", "2.0")}
 
 
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_round_that_waits_for_ranks_sleeps_until_then_whatever_a_shadow_does(is_alive: bool) -> None:
+    followed = Followed(2, min_ranks=2, wait_s=30.0)
+    followed.end(1)
+    if is_alive:  # and takes long for its report
+        followed.answer(2, patience_s=100.0)
+    assert followed.report(0) == []
+    followed.wait(2 * ANSWER_S)
+    assert followed.those.tick(followed.now_s) == 30.0 - 2 * ANSWER_S
+
+
 def test_a_late_report_gets_the_newest_record_again() -> None:
     followed = Followed(2)
     followed.report(0, 1)
