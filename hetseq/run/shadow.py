@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -121,8 +122,10 @@ class Shadow:
             while self._advance(links.readers):
                 pass
         self._loading = None
+            began_s = time.monotonic()
         if self.steps or self.states:
             logger.info(
+            links.allow_for(time.monotonic() - began_s)
                 "followed generation %d to step %d: %d steps in %d bytes, the whole state %d times", generation,
                 self.lineage.step if self.lineage is not None else 0, self.steps, self.step_bytes, self.states,
             )  # fmt: skip

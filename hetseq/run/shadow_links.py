@@ -39,6 +39,10 @@ class ShadowLinks:
         )  # fmt: skip
         following.store.set(following.place_of(shadow), f"{following.host}:{self._door.port}".encode())
 
+    def allow_for(self, seconds: float) -> None:
+        """Ask for more time when the generation is over, since the last work has taken so long."""
+        self.deadline_s = max(self.deadline_s, _PATIENCE_S + 2 * seconds)
+
     def sever(self) -> None:
         """The generation is over: read the rest, and no more."""
         self._over_s = self._over_s or time.monotonic()

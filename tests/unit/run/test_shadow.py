@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +131,30 @@ def test_a_rank_that_is_lost_while_the_state_arrives_leaves_no_state(left: int) 
     assert not shadow._advance(readers)
     assert shadow.lineage is None
     assert shadow._loading is None
+
+
+def test_a_shadow_asks_for_the_time_that_its_work_has_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a round would give the only state up while the shadow makes a long update of a large model."""
+
+    class Links:
+        readers: Any = {}
+        allowed: list[float] = []
+        rounds = 2
+
+        def wait(self, answer: Any) -> bool:
+            self.rounds -= 1
+            return self.rounds >= 0
+
+        allow_for = allowed.append
+
+    class Slow(Following):
+        now_s = 0.0
+
+        def _advance(self, readers: Any) -> bool:
+            self.now_s += 50.0 if not self.now_s else 1.0
+            return False
+
+    shadow, links = Slow(None), Links()
+    monkeypatch.setattr("hetseq.run.shadow.time", SimpleNamespace(monotonic=lambda: shadow.now_s))
+    shadow.follow(links, generation=1, world_size=2, is_leaving=lambda: False)  # type: ignore[arg-type]
+    assert links.allowed == [50.0, 1.0]

@@ -54,6 +54,13 @@ def read_until(links: ShadowLinks, has_come: Any, what: str, *, lineage: Lineage
     until(look, what, within_s=10.0)
 
 
+def test_the_longest_work_so_far_decides_how_long_a_round_waits_for_a_shadow(links: ShadowLinks) -> None:
+    least_s = links.deadline_s
+    links.allow_for(50.0)
+    links.allow_for(1.0)
+    assert links.deadline_s == least_s + 100.0
+
+
 def test_strangers_at_the_door_keep_no_rank_out(links: ShadowLinks) -> None:
     """Silent ones have 5 s each, which the shadow does not wait."""
     import socket
