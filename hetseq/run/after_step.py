@@ -161,6 +161,8 @@ class AfterStep:
     def settle(self) -> None:
         """Wait until no part of the state is being copied. Any rank, alone."""
         self._saver.settle()
+        if self.shadows is not None:
+            self.shadows.settle()
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
