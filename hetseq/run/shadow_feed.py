@@ -141,6 +141,11 @@ class ShadowFeed:
             if outlet.sent_steps and not self._is_closed:
                 logger.info(
                     "sent the shadow %s %d steps in %d bytes", outlet.shadow, outlet.sent_steps, outlet.sent_bytes
+    def lack(self) -> None:
+        """The shadows may have received something wrong: they get the state again. Every rank calls it."""
+        for outlet in self._outlets:
+            outlet.lack(self._lineage)
+
                 )  # fmt: skip
         self._is_closed = True
 

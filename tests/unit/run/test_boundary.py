@@ -1,4 +1,4 @@
-"""Which validation is the best one, and what waits for the copies that shadows get."""
+"""Which validation is the best one, and what shadows have to do with a comparison of replicas."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from hetseq.config.sections import ValidationConfig
 from hetseq.run.after_step import AfterStep
+from hetseq.run.regroup import PendingWork
 from hetseq.training.controller import TrainingState
 
 
@@ -36,6 +37,9 @@ class Shadows:
     def settle(self) -> None:
         self.asked.append("settle")
 
+    def lack(self) -> None:
+        self.asked.append("lack")
+
 
 def boundary_with(shadows: Any, **parts: Any) -> AfterStep:
     nothing: Any = None
@@ -45,6 +49,20 @@ def boundary_with(shadows: Any, **parts: Any) -> AfterStep:
     )
     boundary.shadows = shadows
     return boundary
+
+
+@pytest.mark.parametrize("is_repaired", [False, True])
+def test_a_replica_that_was_repaired_may_have_given_its_fault_to_shadows(is_repaired: bool) -> None:
+    shadows = Shadows()
+    replicas: Any = SimpleNamespace(is_due=lambda step: True, check=lambda step, shares: is_repaired)
+    saver = SimpleNamespace(settle=lambda: None, kinds_due=lambda *_, **__: [])
+    hooks: Any = SimpleNamespace(is_used=False)
+    boundary = boundary_with(shadows, saver=saver, replicas=replicas, hooks=hooks)
+    reducer = SimpleNamespace(gather=lambda: None)
+    controller: Any = SimpleNamespace(state=TrainingState(), replica=SimpleNamespace(reducer=reducer, buffers=None))
+    due = PendingWork(5, 1, False, False, 0, None)
+    boundary._follow_up(controller, due, shares=(1, 1), is_stopping=False, ends_run=False)
+    assert shadows.asked == ["lack"] * is_repaired
 
 
 def test_a_skipped_step_waits_for_the_copies_that_shadows_get() -> None:
