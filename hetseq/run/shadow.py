@@ -345,19 +345,19 @@ class Shadow:
         self._saves, self._due = KnownSaves.from_record(header["facts"]), None
         self._rows.extend(header["rows"])
         task_state.step = header["task_step"]
-        if "task_state" not in header:
-            return
         memory, tensors = _memory(content), dict[str, Tensor]()
         pieces = [Piece.from_record(record) for record in header["pieces"]]
-        live = self._replica.model_tensors()
+        live = self._replica.model_tensors() if pieces else {}
         for piece, offset in zip(pieces, parts.offsets_of(pieces)[0]):
             value = parts.value_of(memory, offset, piece)
             if piece.kind == "task":
                 tensors[piece.name] = value
             else:
                 live[piece.name].copy_(value)
-        self._replica.buffers.renew()
-        task_state.load(tensors, header["task_state"])
+        if pieces:
+            self._replica.buffers.renew()
+        if "task_state" in header:
+            task_state.load(tensors, header["task_state"])
 
 
 class _NothingBetween:
