@@ -80,6 +80,7 @@ class Shadow:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=_MOST_ROWS)
         self._world_size, self._generation, self._has_owners = 1, 0, False
         self._has_state = False
+        self._begins: Lineage | None = None  # the state that the ranks last began with
         self._loading: tuple[int, set[int]] | None = (
             None  # the step of the state that arrives; ranks that have sent all
         )
@@ -114,18 +115,19 @@ class Shadow:
         """Follow a generation to its end, or until this process `is_leaving`."""
         logger.info("process %d follows %d ranks in generation %d", os.getpid(), world_size, generation)
         self._world_size, self._generation, self._loading = world_size, generation, None
+        self._begins = None
         self.steps = self.step_bytes = self.states = 0
         if self._has_state and self._controller is not None:
             self._continue(self._controller.state)
         whereabouts.enter(Phase.FOLLOWING)
         while not is_leaving() and links.wait(lambda hello: self._answer(hello)):
+            began_s = time.monotonic()
             while self._advance(links.readers):
                 pass
+            links.allow_for(time.monotonic() - began_s)
         self._loading = None
-            began_s = time.monotonic()
         if self.steps or self.states:
             logger.info(
-            links.allow_for(time.monotonic() - began_s)
                 "followed generation %d to step %d: %d steps in %d bytes, the whole state %d times", generation,
                 self.lineage.step if self.lineage is not None else 0, self.steps, self.step_bytes, self.states,
             )  # fmt: skip
@@ -136,11 +138,16 @@ class Shadow:
         if hello["trained"] != list(self._parameters):
             self._train(hello["trained"])
         self._pieces[int(hello["rank"])] = [Piece.from_record(record) for record in hello["pieces"]]
-        told, own = Lineage(*hello["lineage"]), self.lineage
-        if own is not None and (own.step > told.step or (own.step == told.step and own != told)):
-            logger.info("the ranks have gone back to step %d: the state of step %d is given up", told.step, own.step)
+        begins, told, own = Lineage(*hello["begins"]), Lineage(*hello["lineage"]), self.lineage
+        # steps that are made again in one generation have the lineages that they had, so `told` may hide it
+        back = begins if begins != self._begins and _is_beyond(own, begins) else told
+        self._begins = begins
+        if own is not None and _is_beyond(own, back):
+            logger.info("the ranks have gone back to step %d: the state of step %d is given up", back.step, own.step)
             self._has_state = False
         own = self.lineage
+        if hello["watches_task"] and self._due is not None:
+            own = None  # what a hook did after its last step was lost with a connection; the state itself is whole
         return {"lineage": None if own is None else [own.step, own.chain]}
 
     def _train(self, names: Sequence[str]) -> None:
@@ -374,6 +381,11 @@ class _NothingBetween:
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         pass
+
+
+def _is_beyond(own: Lineage | None, other: Lineage) -> bool:
+    """Whether a state follows from another one, or from another history."""
+    return own is not None and (own.step > other.step or (own.step == other.step and own != other))
 
 
 def _memory(content: memoryview) -> Tensor:

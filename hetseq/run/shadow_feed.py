@@ -73,6 +73,7 @@ class ShadowFeed:
         hello = {
             "kind": "hello", "rank": self._rank, "has_owners": replica.owned is not None,
             "trained": replica.trained_names, "pieces": [piece.to_record() for piece in self._pieces],
+            "begins": [lineage.step, lineage.chain], "watches_task": watches_task,
         }  # fmt: skip
         self._hook = replica.optimizer.register_step_pre_hook(lambda *_: self.settle())
         self._outlets = [

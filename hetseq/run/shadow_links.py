@@ -54,9 +54,7 @@ class ShadowLinks:
 
         `answer` gives what a rank is told that has introduced itself.
         """
-        if self._over_s is not None and (
-            len(self.readers) < self._world_size or time.monotonic() > self._over_s + _DRAIN_S
-        ):
+        if self._over_s is not None and (self._is_drained() or time.monotonic() > self._over_s + _DRAIN_S):
             return False
         by_descriptor = {one.connection.fileno(): rank for rank, one in self.readers.items() if not one.is_whole}
         poll = select.poll()
@@ -83,14 +81,12 @@ class ShadowLinks:
         """Close all connections."""
         for rank in list(self.readers):
             self._forget(rank)
-        self._door.close()
-        self._bell.close()
         for guest in self._guests:
             guest.close()
+        self._door.close()
+        self._bell.close()
         self._rope.close()
 
-    def _read(self, rank: int) -> None:
-        reader = self.readers[rank]
     def _is_drained(self) -> bool:
         """Whether nothing of use can come any more: a rank is gone, and all is read that needs rank zero alone."""
         first = self.readers.get(0)
@@ -112,6 +108,8 @@ class ShadowLinks:
             self._forget(rank)  # it has come again
             self.readers[rank] = FrameReader(guest.connection)
 
+    def _read(self, rank: int) -> None:
+        reader = self.readers[rank]
         reader.read()
         if reader.has_ended and not reader.is_whole:
             self._forget(rank)

@@ -245,8 +245,8 @@ class Outlet:
         with self._changed:
             while self._waiting and not self._follows(has):
                 self._drop(self._waiting.popleft())
-            if not self._waiting:
-                self._lacks_state = has != self._lineage
+            if not self._waiting:  # what an earlier connection has lost may be more than steps
+                self._lacks_state = self._lacks_state or has != self._lineage
             self._is_connected = True
 
     def _follows(self, has: Lineage | None) -> bool:
