@@ -26,6 +26,7 @@ from hetseq.comm.group import LocalGroup
 from hetseq.errors import DisagreementError
 from hetseq.parallel import portions as parts
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.checksums import checksums
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.layout import one_rank_each
 from hetseq.parallel.owned_state import OwnedState
@@ -148,7 +149,11 @@ class Shadow:
         own = self.lineage
         if hello["watches_task"] and self._due is not None:
             own = None  # what a hook did after its last step was lost with a connection; the state itself is whole
-        return {"lineage": None if own is None else [own.step, own.chain]}
+        answer: dict[str, Any] = {"lineage": None if own is None else [own.step, own.chain]}
+        if hello["rank"] == 0:
+            frozen = self._replica.frozen_tensors()
+            answer["frozen"] = dict(zip(frozen, checksums(frozen.values())))
+        return answer
 
     def _train(self, names: Sequence[str]) -> None:
         """Expect gradients of these parameters: a task may have frozen some, or trains them from now on."""

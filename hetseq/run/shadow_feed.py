@@ -68,8 +68,10 @@ class ShadowFeed:
         #: checksums of what a shadow has besides what the updates change
         self._seen: dict[str, int] = {}
         self._of_task: Any = None  # the same for the state of the task
+        self._changed: set[str] = set()  # names of what a hook has changed in this generation
         if self._rank == 0:
             self._news()
+            self._changed.clear()
         hello = {
             "kind": "hello", "rank": self._rank, "has_owners": replica.owned is not None,
             "trained": replica.trained_names, "pieces": [piece.to_record() for piece in self._pieces],
@@ -131,7 +133,7 @@ class ShadowFeed:
         lacking = [outlet for outlet in self._outlets if result.outcome.lacking >> outlet.place & 1]
         for outlet in lacking:
             if outlet.can_take_state():
-                outlet.append_state(self._state(controller, rows), self._lineage)
+                outlet.append_state(self._state(controller, rows, known=outlet.known), self._lineage)
             else:
                 outlet.lack(self._lineage)
         if self._rank == 0 and (message := self._what_followed(controller, rows)) is not None:
@@ -176,13 +178,18 @@ class ShadowFeed:
             content += [controller.rows.data, _packed(pieces, list(buffers.values())).numpy().data]
         return Message(header, content, buffer, before)
 
-    def _state(self, controller: Controller, rows: Sequence[Row]) -> StateMessage:
+    def _state(self, controller: Controller, rows: Sequence[Row], *, known: Mapping[str, int]) -> StateMessage:
+        """The state of this rank's portion; rank zero's without the frozen parameters whose checksums are `known`."""
         pieces, numbers = parts.state_pieces(self._replica, self._portions)
         device = next(iter(self._replica.model.parameters())).device
         header: dict[str, Any] = {"kind": "state", "step": self._lineage.step, "numbers": numbers}
         if self._rank == 0:
             changeable = self._replica.changed_by_forward()
             common = {name: one for name, one in self._replica.model_tensors().items() if name in changeable}
+            frozen = {name: one for name, one in self._replica.frozen_tensors().items() if name not in self._changed}
+            for name, found in _sums_of(frozen).items():
+                if found == known.get(name):  # a large frozen model would take longer than the steps that are kept
+                    del common[name]
             tensors, task_state = self._replica.task_state.content()
             content = {**self._describe(controller.state, rows), "task_state": task_state}
             header |= {"content": content, "facts": self._facts()}
@@ -227,6 +234,7 @@ class ShadowFeed:
         changed = {name: one for name, one in watched.items() if sums[name] != self._seen.get(name)}
         is_same = of_task == self._of_task
         self._seen |= {name: sums[name] for name in watched}
+        self._changed |= changed.keys()
         self._of_task = of_task
         return (changed, {}, None) if is_same else (changed, tensors, record)
 

@@ -18,6 +18,7 @@ from hetseq.comm.group import LocalGroup
 from hetseq.errors import PeerLostError
 from hetseq.parallel import portions as parts
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.checksums import checksums
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica
 from hetseq.parallel.task_state import KeepsState, TaskState
@@ -294,6 +295,22 @@ def test_a_buffer_that_forward_begins_to_change_later_is_told(closing: ExitStack
     header = step_of(feed, lambda: None)
     assert [parts.Piece.from_record(record).name for record in header.get("pieces", [])] == ["model.mean"]
     assert step_of(feed, lambda: None)["kind"] == "step"
+
+
+@pytest.mark.parametrize("known", ["the same", "another", "the same, which a hook has changed"])
+def test_frozen_parameters_that_the_shadow_has_are_no_part_of_its_state(known: str, closing: ExitStack) -> None:
+    task = Averaging()
+    feed = feed_of(replica_of(task.model, task), closing, watches_task=True)
+    sums = dict(zip(("model.teacher", "model.mean"), checksums([task.model.teacher, task.model.mean])))
+    if known == "another":
+        sums["model.teacher"] += 1
+    if known.endswith("changed"):
+        for change in (1.0, -1.0):
+            step_of(feed, lambda change=change: task.model.teacher.data.add_(change))  # type: ignore[misc]
+    controller: Any = SimpleNamespace(state=TrainingState())
+    message = feed._state(controller, [], known=sums)
+    names = {piece.name for piece, _ in message._pieces if piece.kind == "model"}
+    assert names == {"model.mean", *(["model.teacher"] if known != "the same" else [])}
 
 
 def test_a_message_may_hold_the_widest_numbers() -> None:
