@@ -19,7 +19,7 @@ from hetseq.comm.group import Group
 from hetseq.parallel.replica import Replica, trained_parameters
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_ALIGNMENT = 8  # bytes: the largest element
+_ALIGNMENT = 16  # bytes: the largest element
 MOST_BYTES = 64 << 20  # of a message with state, unless a tensor that is no part of another is larger
 
 

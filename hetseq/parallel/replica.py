@@ -198,6 +198,11 @@ class Replica:
         """The names in `model_tensors` that an update does not touch: buffers and untrained parameters."""
         return self.model_tensors().keys() - {f"model.{name}" for name in self._names.values()}
 
+    def frozen_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters that are not trained, by the names of `model_tensors`, live."""
+        untrained, buffers = self.changed_by_forward(), self.buffer_tensors()
+        return {name: one for name, one in self.model_tensors().items() if name in untrained and name not in buffers}
+
     def buffer_tensors(self, *, only_changing: bool = False) -> dict[str, torch.Tensor]:
         """The persistent buffers by the names of `model_tensors`, live; or those that forward is known to change."""
         places = self.buffers.changing() if only_changing else self.buffers.places()

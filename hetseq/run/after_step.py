@@ -161,6 +161,8 @@ class AfterStep:
     def settle(self) -> None:
         """Wait until no part of the state is being copied. Any rank, alone."""
         self._saver.settle()
+        if self.shadows is not None:
+            self.shadows.settle()
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
@@ -239,7 +241,7 @@ class AfterStep:
             self._saver.settle()  # the check may overwrite replicas to make them equal
             controller.replica.reducer.gather()
             with amid(Phase.COMPARING, Phase.BOUNDARY):
-                replicas.check(due.step, shares)
+                self._compare(replicas, due.step, shares)
         is_best, figures = False, dict[str, dict[str, float]]()
         is_due = self._is_validation_due(due)
         if self._validators and (is_due or ends_run):
@@ -253,7 +255,7 @@ class AfterStep:
             if replicas is not None and replicas.is_due(due.step) and controller.replica.owned is not None:
                 # the next update replaces copies of what other ranks own, and would hide what a hook has changed there
                 with amid(Phase.COMPARING, Phase.BOUNDARY):
-                    replicas.check(due.step, shares)
+                    self._compare(replicas, due.step, shares)
             if state.ended_by_task and not ends_run:
                 ends_run = True
                 if self._validators and not figures:
@@ -271,7 +273,7 @@ class AfterStep:
             if replicas is not None and not replicas.is_due(due.step):  # else compared above
                 self._saver.settle()
                 controller.replica.reducer.gather()
-                replicas.check(due.step, shares)  # so that every checkpoint is safe to go back to
+                self._compare(replicas, due.step, shares)  # so that every checkpoint is safe to go back to
             buffers.synchronise_(shares)
             is_last = ends_run or is_stopping
             rows = self._metrics.last_rows()
@@ -282,6 +284,11 @@ class AfterStep:
             with amid(Phase.SAVING, Phase.BOUNDARY):
                 self._tell(self._saver.finish(state))
         return bool(kinds), ends_run or is_stopping
+
+    def _compare(self, replicas: ReplicaCheck, step: int, shares: tuple[int, ...]) -> None:
+        """Compare the replicas; shadows may have a part of one that was wrong. Every rank calls it."""
+        if replicas.check(step, shares) and self.shadows is not None:
+            self.shadows.lack()
 
     def finish(self, controller: Controller) -> None:
         """Wait for a checkpoint that is under way, and report it. Every rank calls it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from hetseq.comm.group import LocalGroup
 from hetseq.errors import DisagreementError
 from hetseq.parallel import portions as parts
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.checksums import checksums
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.layout import one_rank_each
 from hetseq.parallel.owned_state import OwnedState
@@ -80,6 +82,7 @@ class Shadow:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=_MOST_ROWS)
         self._world_size, self._generation, self._has_owners = 1, 0, False
         self._has_state = False
+        self._begins: Lineage | None = None  # the state that the ranks last began with
         self._loading: tuple[int, set[int]] | None = (
             None  # the step of the state that arrives; ranks that have sent all
         )
@@ -114,13 +117,16 @@ class Shadow:
         """Follow a generation to its end, or until this process `is_leaving`."""
         logger.info("process %d follows %d ranks in generation %d", os.getpid(), world_size, generation)
         self._world_size, self._generation, self._loading = world_size, generation, None
+        self._begins = None
         self.steps = self.step_bytes = self.states = 0
         if self._has_state and self._controller is not None:
             self._continue(self._controller.state)
         whereabouts.enter(Phase.FOLLOWING)
         while not is_leaving() and links.wait(lambda hello: self._answer(hello)):
+            began_s = time.monotonic()
             while self._advance(links.readers):
                 pass
+            links.allow_for(time.monotonic() - began_s)
         self._loading = None
         if self.steps or self.states:
             logger.info(
@@ -134,12 +140,22 @@ class Shadow:
         if hello["trained"] != list(self._parameters):
             self._train(hello["trained"])
         self._pieces[int(hello["rank"])] = [Piece.from_record(record) for record in hello["pieces"]]
-        told, own = Lineage(*hello["lineage"]), self.lineage
-        if own is not None and (own.step > told.step or (own.step == told.step and own != told)):
-            logger.info("the ranks have gone back to step %d: the state of step %d is given up", told.step, own.step)
+        begins, told, own = Lineage(*hello["begins"]), Lineage(*hello["lineage"]), self.lineage
+        # steps that are made again in one generation have the lineages that they had, so `told` may hide it
+        back = begins if begins != self._begins and _is_beyond(own, begins) else told
+        self._begins = begins
+        if own is not None and _is_beyond(own, back):
+            logger.info("the ranks have gone back to step %d: the state of step %d is given up", back.step, own.step)
             self._has_state = False
         own = self.lineage
-        return {"lineage": None if own is None else [own.step, own.chain], "node": socket.gethostname()}
+        if hello["watches_task"] and self._due is not None:
+            own = None  # what a hook did after its last step was lost with a connection; the state itself is whole
+        lineage = None if own is None else [own.step, own.chain]
+        answer: dict[str, Any] = {"lineage": lineage, "node": socket.gethostname()}
+        if hello["rank"] == 0:
+            frozen = self._replica.frozen_tensors()
+            answer["frozen"] = dict(zip(frozen, checksums(frozen.values())))
+        return answer
 
     def _train(self, names: Sequence[str]) -> None:
         """Expect gradients of these parameters: a task may have frozen some, or trains them from now on."""
@@ -343,19 +359,19 @@ class Shadow:
         self._saves, self._due = KnownSaves.from_record(header["facts"]), None
         self._rows.extend(header["rows"])
         task_state.step = header["task_step"]
-        if "task_state" not in header:
-            return
         memory, tensors = _memory(content), dict[str, Tensor]()
         pieces = [Piece.from_record(record) for record in header["pieces"]]
-        live = self._replica.model_tensors()
+        live = self._replica.model_tensors() if pieces else {}
         for piece, offset in zip(pieces, parts.offsets_of(pieces)[0]):
             value = parts.value_of(memory, offset, piece)
             if piece.kind == "task":
                 tensors[piece.name] = value
             else:
                 live[piece.name].copy_(value)
-        self._replica.buffers.renew()
-        task_state.load(tensors, header["task_state"])
+        if pieces:
+            self._replica.buffers.renew()
+        if "task_state" in header:
+            task_state.load(tensors, header["task_state"])
 
 
 class _NothingBetween:
@@ -372,6 +388,11 @@ class _NothingBetween:
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         pass
+
+
+def _is_beyond(own: Lineage | None, other: Lineage) -> bool:
+    """Whether a state follows from another one, or from another history."""
+    return own is not None and (own.step > other.step or (own.step == other.step and own != other))
 
 
 def _memory(content: memoryview) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hetseq.cluster.membership.step_commit import Lineage, Verdict
 from hetseq.comm.group import Group
 from hetseq.parallel import portions as parts
+from hetseq.parallel.checksums import checksums
 from hetseq.parallel.replica import Replica
 from hetseq.run.regroup import PendingWork
 from hetseq.run.shadow_outlet import Buffer, Following, Message, Outlet, StateMessage
@@ -64,10 +65,17 @@ class ShadowFeed:
         self._staged: tuple[Buffer, list[Outlet]] | None = None
         self._is_closed = False
         self._told: dict[str, Any] = {}  # the facts, as they were told last
-        self._of_task: Any = None  # what a hook of the task can change, as it was before the hook
+        #: checksums of what a shadow has besides what the updates change
+        self._seen: dict[str, int] = {}
+        self._of_task: Any = None  # the same for the state of the task
+        self._changed: set[str] = set()  # names of what a hook has changed in this generation
+        if self._rank == 0:
+            self._news()
+            self._changed.clear()
         hello = {
             "kind": "hello", "rank": self._rank, "has_owners": replica.owned is not None,
             "trained": replica.trained_names, "pieces": [piece.to_record() for piece in self._pieces],
+            "begins": [lineage.step, lineage.chain], "watches_task": watches_task,
         }  # fmt: skip
         self._hook = replica.optimizer.register_step_pre_hook(lambda *_: self.settle())
         self._outlets = [
@@ -118,8 +126,8 @@ class ShadowFeed:
                 outlet.lack(self._lineage)
             elif not result.outcome.lacking >> outlet.place & 1 and buffer is not None:
                 outlet.append(self._step(controller, due, before, buffer), self._lineage)
-        if self._rank == 0:
-            self._of_task = self._changeable()
+        if self._rank == 0 and self._watches_task:  # a hook may change what the step brings
+            self._seen |= _sums_of(self._replica.buffer_tensors(only_changing=True))
 
     def after_step(self, controller: Controller, result: StepResult, rows: Sequence[Row]) -> None:
         """Have the rest sent, when all that follows from the step is done, and the state to the shadows that lack it.
@@ -129,13 +137,18 @@ class ShadowFeed:
         lacking = [outlet for outlet in self._outlets if result.outcome.lacking >> outlet.place & 1]
         for outlet in lacking:
             if outlet.can_take_state():
-                outlet.append_state(self._state(controller, rows), self._lineage)
+                outlet.append_state(self._state(controller, rows, known=outlet.known), self._lineage)
             else:
                 outlet.lack(self._lineage)
         if self._rank == 0 and (message := self._what_followed(controller, rows)) is not None:
             for outlet in self._outlets:
                 if not outlet.lacks_state and outlet not in lacking:
                     outlet.append(message, self._lineage)
+
+    def lack(self) -> None:
+        """The shadows may have received something wrong: they get the state again. Every rank calls it."""
+        for outlet in self._outlets:
+            outlet.lack(self._lineage)
 
     def close(self) -> None:
         """End. What waits is still sent for a moment, by threads of their own; may be called twice. Any rank, alone."""
@@ -169,13 +182,18 @@ class ShadowFeed:
             content += [controller.rows.data, _packed(pieces, list(buffers.values())).numpy().data]
         return Message(header, content, buffer, before)
 
-    def _state(self, controller: Controller, rows: Sequence[Row]) -> StateMessage:
+    def _state(self, controller: Controller, rows: Sequence[Row], *, known: Mapping[str, int]) -> StateMessage:
+        """The state of this rank's portion; rank zero's without the frozen parameters whose checksums are `known`."""
         pieces, numbers = parts.state_pieces(self._replica, self._portions)
         device = next(iter(self._replica.model.parameters())).device
         header: dict[str, Any] = {"kind": "state", "step": self._lineage.step, "numbers": numbers}
         if self._rank == 0:
             changeable = self._replica.changed_by_forward()
             common = {name: one for name, one in self._replica.model_tensors().items() if name in changeable}
+            frozen = {name: one for name, one in self._replica.frozen_tensors().items() if name not in self._changed}
+            for name, found in _sums_of(frozen).items():
+                if found == known.get(name):  # a large frozen model would take longer than the steps that are kept
+                    del common[name]
             tensors, task_state = self._replica.task_state.content()
             content = {**self._describe(controller.state, rows), "task_state": task_state}
             header |= {"content": content, "facts": self._facts()}
@@ -195,27 +213,48 @@ class ShadowFeed:
             "best": state.best, "ended_by_task": state.ended_by_task, "facts": self._facts(),
             "rows": [row for row in rows if row.get("step") == step and "loss" not in row],
         }  # fmt: skip
-        is_task_changed = self._of_task != self._changeable()
-        if told == self._told and not is_task_changed and not self._watches_task:
+        changed, tensors, task_state = self._news()
+        if told == self._told and not changed and task_state is None and not self._watches_task:
             return None
         self._told = told
         header: dict[str, Any] = {"kind": "after", "step": step, **told, "task_step": self._replica.task_state.step}
-        if not is_task_changed:
-            return Message(header)
-        tensors, header["task_state"] = self._replica.task_state.content()
-        buffers = self._replica.buffer_tensors()
+        if task_state is not None:
+            header["task_state"] = task_state
         pieces = [parts.whole("task", name, one) for name, one in tensors.items()]
-        pieces += [parts.whole("model", name, one) for name, one in buffers.items()]
+        pieces += [parts.whole("model", name, one) for name, one in changed.items()]
         header["pieces"] = [piece.to_record() for piece in pieces]
-        return Message(header, [_packed(pieces, [*tensors.values(), *buffers.values()]).numpy().data])
+        return Message(header, [_packed(pieces, [*tensors.values(), *changed.values()]).numpy().data])
 
-    def _changeable(self) -> Any:
-        """What tells whether a hook of the task has changed its state or a buffer of the model."""
+    def _news(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any] | None]:
+        """What has changed since the last call besides what a step brings: tensors of the model; and tensors and record
+        of the task's state, None if that is still the same.
+
+        By checksums, since a task may put another tensor in the place of one, and `.data` has no version.
+        """
+        watched = self._watched()
+        tensors, record = self._replica.task_state.content() if self._watches_task else ({}, {})
+        sums = _sums_of({**watched, **tensors})
+        of_task = record.get("learning_rate_factor"), record.get("values"), [sums[name] for name in tensors]
+        changed = {name: one for name, one in watched.items() if sums[name] != self._seen.get(name)}
+        is_same = of_task == self._of_task
+        self._seen |= {name: sums[name] for name in watched}
+        self._changed |= changed.keys()
+        self._of_task = of_task
+        return (changed, {}, None) if is_same else (changed, tensors, record)
+
+    def _watched(self) -> dict[str, Tensor]:
+        """What may change in the model besides an update: where the task has a hook, all that is not trained; else the
+        buffers that no step brings, since forward may begin to change them later."""
         if not self._watches_task:
-            return None
-        tensors, record = self._replica.task_state.content()
-        live = [*tensors.values(), *self._replica.buffer_tensors().values()]
-        return record["learning_rate_factor"], record["values"], [(id(one), one._version) for one in live]
+            brought = self._replica.buffer_tensors(only_changing=True)
+            return {name: one for name, one in self._replica.buffer_tensors().items() if name not in brought}
+        untrained = self._replica.changed_by_forward()
+        return {name: one for name, one in self._replica.model_tensors().items() if name in untrained}
+
+
+def _sums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Checksums by name (sync)."""
+    return dict(zip(tensors, checksums(tensors.values())))
 
 
 def _packed(pieces: Sequence[parts.Piece], values: Sequence[Tensor]) -> Tensor:

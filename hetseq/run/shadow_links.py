@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from hetseq.cluster.rendezvous.byte_stream import FrameReader, StreamDoor, StreamError, send_frame
+from hetseq.cluster.rendezvous.byte_stream import FrameReader, Guest, StreamDoor, StreamError, send_frame
 from hetseq.run.shadow_outlet import Following
 
 _LOOK_S = 0.2
 _DRAIN_S = 2.0  # at the end of a generation, for ranks that are alive to send what waits
+_MOST_GUESTS = 64  # processes that have connected and not proven themselves yet
 _PATIENCE_S = 30.0  # asked for when the generation is over: reading the rest, and one update
 
 
@@ -29,6 +30,7 @@ class ShadowLinks:
         #: by rank: what has arrived from it
         self.readers: dict[int, FrameReader] = {}
         self._greeted: set[int] = set()  # ranks that have got an answer
+        self._guests: list[Guest] = []  # that have connected and may be ranks, in order of arrival
         self._world_size = world_size
         self._over_s: float | None = None
         self._bell, self._rope = socket.socketpair()
@@ -36,6 +38,10 @@ class ShadowLinks:
             following.host, following.place_of(shadow), following.key, sources=following.sources
         )  # fmt: skip
         following.store.set(following.place_of(shadow), f"{following.host}:{self._door.port}".encode())
+
+    def allow_for(self, seconds: float) -> None:
+        """Ask for more time when the generation is over, since the last work has taken so long."""
+        self.deadline_s = max(self.deadline_s, _PATIENCE_S + 2 * seconds)
 
     def sever(self) -> None:
         """The generation is over: read the rest, and no more."""
@@ -48,24 +54,19 @@ class ShadowLinks:
 
         `answer` gives what a rank is told that has introduced itself.
         """
-        if self._over_s is not None and (
-            len(self.readers) < self._world_size or time.monotonic() > self._over_s + _DRAIN_S
-        ):
+        if self._over_s is not None and (self._is_drained() or time.monotonic() > self._over_s + _DRAIN_S):
             return False
         by_descriptor = {one.connection.fileno(): rank for rank, one in self.readers.items() if not one.is_whole}
         poll = select.poll()
-        for descriptor in (self._door.fileno(), self._bell.fileno(), *by_descriptor):
+        guests = [guest.connection.fileno() for guest in self._guests]
+        for descriptor in (self._door.fileno(), self._bell.fileno(), *guests, *by_descriptor):
             poll.register(descriptor, select.POLLIN)
         happened = [descriptor for descriptor, _ in poll.poll(1000 * _LOOK_S)]
         if self._bell.fileno() in happened:
             self._bell.recv(64)
-        if self._door.fileno() in happened and (arrived := self._door.accept()) is not None:
-            rank, connection = arrived
-            self._forget(rank)  # it has come again
-            if rank < self._world_size:
-                self.readers[rank] = FrameReader(connection)
-            else:
-                connection.close()
+        if self._door.fileno() in happened and (guest := self._door.accept()) is not None:
+            self._guests.append(guest)
+        self._let_in()
         for descriptor in happened:
             if descriptor in by_descriptor and by_descriptor[descriptor] in self.readers:
                 self._read(by_descriptor[descriptor])
@@ -80,9 +81,32 @@ class ShadowLinks:
         """Close all connections."""
         for rank in list(self.readers):
             self._forget(rank)
+        for guest in self._guests:
+            guest.close()
         self._door.close()
         self._bell.close()
         self._rope.close()
+
+    def _is_drained(self) -> bool:
+        """Whether nothing of use can come any more: a rank is gone, and all is read that needs rank zero alone."""
+        first = self.readers.get(0)
+        return len(self.readers) < self._world_size and (first is None or first.is_whole)
+
+    def _let_in(self) -> None:
+        """Read from the guests that have proven to be ranks; the others wait, or go."""
+        for guest in list(self._guests):
+            try:
+                rank = guest.advance()
+            except StreamError:
+                rank = self._world_size
+            if rank is None and len(self._guests) <= _MOST_GUESTS:
+                continue
+            self._guests.remove(guest)
+            if rank is None or rank >= self._world_size:
+                guest.close()
+                continue
+            self._forget(rank)  # it has come again
+            self.readers[rank] = FrameReader(guest.connection)
 
     def _read(self, rank: int) -> None:
         reader = self.readers[rank]

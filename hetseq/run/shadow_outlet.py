@@ -129,6 +129,7 @@ class Outlet:
     ) -> None:  # fmt: skip
         self.place, self.shadow = place, shadow
         self.sent_steps, self.sent_bytes = 0, 0  # all bytes, except of states
+        self.known: dict[str, int] = {}  # checksums of the frozen parameters that the shadow has
         self._following, self._hello, self._rank = following, hello, rank
         self._changed = threading.Condition()  # around all below
         self._waiting: deque[Message | StateMessage] = deque()
@@ -255,10 +256,11 @@ class Outlet:
         told = answer.header["lineage"]
         has = None if told is None else Lineage(*told)
         with self._changed:
+            self.known = answer.header.get("frozen", {})
             while self._waiting and not self._follows(has):
                 self._drop(self._waiting.popleft())
-            if not self._waiting:
-                self._lacks_state = has != self._lineage
+            if not self._waiting:  # what an earlier connection has lost may be more than steps
+                self._lacks_state = self._lacks_state or has != self._lineage
             self._is_connected, self._node = True, str(answer.header.get("node", ""))[:200]
             if has is not None:
                 self._sent_step = has.step

@@ -61,8 +61,9 @@ class ReplicaCheck:
         """Whether the replicas are due for comparison after step `step`."""
         return step % self._every == 0
 
-    def check(self, step: int, shares: Sequence[int]) -> None:
-        """Compare all replicas after step `step`, whose samples by rank are `shares`. Collective.
+    def check(self, step: int, shares: Sequence[int]) -> bool:
+        """Compare all replicas after step `step`, whose samples by rank are `shares`; whether a fault was repaired.
+        Collective.
 
         If they differ, a line and the event `replicas_differ` say so, and the wrong ranks get the state of a right one.
         Raises ReplicasDiffer if no rank can be trusted, DisagreementError if the ranks do not even hold tensors of the
@@ -75,7 +76,7 @@ class ReplicaCheck:
             table = self._compare()
         self._written = self._writings()
         if table is None:
-            return
+            return False
         judgement = judge(table.states, self.kinds)
         cause, ranks = "fault" if judgement.is_fault else "rounding", list(judgement.wrong)
         fields = {"step": step, "cause": cause, "source": judgement.source, "ranks": ranks}
@@ -89,6 +90,7 @@ class ReplicaCheck:
         distance = self._resynchronise(table, judgement.source)
         self._metrics.event("replicas_differ", distance=distance if math.isfinite(distance) else None, **fields)
         self._tell(step, judgement, table.names, distance)
+        return judgement.is_fault
 
     def _tell(self, step: int, judgement: Judgement, names: list[str], distance: float) -> None:
         """Rank zero warns; the other ranks, which know the same, write the line into their files."""

@@ -344,3 +344,29 @@ def test_a_shadow_that_has_missed_steps_gets_the_state_again(nodes: Nodes) -> No
     nodes.finish()
     rows = map(json.loads, (alone / "metrics.jsonl").read_text().splitlines())
     check_curve(course, {row["step"]: row["loss"] for row in rows if "loss" in row})
+
+
+FROZEN = """
+import torch
+from tests.chaos.ledger_task import Ledger
+
+class Model(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.frozen = torch.nn.Parameter(torch.zeros(32 << 20), requires_grad=False)
+
+class Frozen(Ledger):
+    def build_model(self):
+        return Model()
+"""
+
+
+def test_a_large_frozen_model_does_not_keep_the_shadow_from_following(nodes: Nodes) -> None:
+    """256 MB that all have, and steps that take no longer than a few of them over the network."""
+    task = nodes.folder / "frozen_task.py"
+    task.write_text(FROZEN)
+    course = Course(nodes, *NO_STATE, "--task", f"{task}:Frozen", "--throttle", "0:5,1:5", "--max-update", 400)
+    course.start("--ranks", 2)
+    course.follow()
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    assert course.states() <= 5, course.log(2)  # one, unless the machine is busy; 18 with the frozen part each time

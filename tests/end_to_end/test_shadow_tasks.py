@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hetseq.errors import EXIT_DONE
-from tests.end_to_end.test_shadow_nodes import NO_STATE, TOLERANCE, WORDS, Course, takeovers
+from tests.end_to_end.test_shadow_nodes import NO_STATE, TOLERANCE, WORDS, Course, regroups, takeovers
 from tests.support.nodes import Nodes, Stock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 #: the loss depends on a buffer that forward changes, on one that a hook changes, on a factor of the learning rate that
 #: follows from the task's own state, and on a parameter without a gradient in most steps; one sample is not finite
 TASK = """
+import os, pathlib, signal, time
 import torch
 from tests.chaos.ledger_task import SAMPLES, Ledger
 
@@ -71,6 +72,17 @@ class WithoutHook(Busy):
     after_step = Ledger.after_step
     state_dict = Ledger.state_dict
     load_state_dict = Ledger.load_state_dict
+
+class Interrupted(Ledger):
+    def after_step(self, step):
+        if step.number == 60:
+            self.learning_rate_factor = 0.25
+            try:
+                pathlib.Path(__file__).with_name("dies").unlink()
+            except FileNotFoundError:
+                return
+            time.sleep(0.5)  # until the shadow has the step
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 SCHEDULE = ("--lr-scheduler", "polynomial", "--warmup-updates", 10, "--optimizer", "sgd", "--momentum", 0.9)
 
@@ -89,7 +101,7 @@ Curve = dict[int, tuple[float | None, float]]
 def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
     """Loss and learning rate of each step on one device, by task."""
     found = {}
-    for task in ("Busy", "WithoutHook"):
+    for task in ("Busy", "WithoutHook", "Interrupted"):
         nodes = Nodes(stock, tmp_path_factory.mktemp("calm"))
         try:
             save_dir = nodes.folder / "run"
@@ -101,6 +113,16 @@ def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cu
         finally:
             nodes.close()
     return found
+
+
+def check(course: Course, curve: Curve) -> None:
+    mine = {int(row["step"]): (row["loss"], row["lr"]) for row in course.rows()}
+    assert mine.keys() == curve.keys()
+    for step, (loss, rate) in curve.items():
+        found, found_rate = mine[step]
+        assert (found is None) == (loss is None), step
+        assert found_rate == rate, f"step {step} after {takeovers(course)}\n{course.log(2)}"
+        assert loss is None or abs(found - loss) <= TOLERANCE * abs(loss), f"step {step}: {found} {loss}"
 
 
 @pytest.mark.parametrize("task", ["Busy", "WithoutHook"])
@@ -120,12 +142,25 @@ def test_a_shadow_follows_all_that_the_next_step_depends_on(
     last = course.step()
     course.kill(0, 1)
     assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
-    mine = {int(row["step"]): (row["loss"], row["lr"]) for row in course.rows()}
-    assert mine.keys() == curve.keys()
-    for step, (loss, rate) in curve.items():
-        found, found_rate = mine[step]
-        assert (found is None) == (loss is None), step
-        assert found_rate == rate, f"step {step} after {takeovers(course)}\n{course.log(2)}"
-        assert loss is None or abs(found - loss) <= TOLERANCE * abs(loss), f"step {step}: {found} {loss}, {last}"
+    check(course, curve)
+    (taken,) = takeovers(course)
+    assert int(str(taken["step"])) >= last - 1
+
+
+def test_a_shadow_learns_what_a_hook_did_in_which_a_rank_was_killed(nodes: Nodes, calm: dict[str, Curve]) -> None:
+    """The learning rate falls, and the shadow has the step: only what followed from it is missing."""
+    course = Course(nodes, *NO_STATE, *of(nodes, "Interrupted"))
+    (nodes.folder / "dies").touch()
+    course.start("--ranks", 2)
+    course.follow()
+    assert course.step() < 58, "the shadow follows before the hook"
+    before = regroups(course)
+    nodes.wait_until(lambda: regroups(course) == before + 2, "the rank is back")
+    assert not (nodes.folder / "dies").exists()
+    course.wait_for(course.step() + 3)
+    last = course.step()
+    course.kill(0, 1)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check(course, calm["Interrupted"])
     (taken,) = takeovers(course)
     assert int(str(taken["step"])) >= last - 1

@@ -241,7 +241,10 @@ class Generations:
         if self._began_s is None:
             return now_s + 60.0
         wait_until_s = self._began_s + self._wait_s
-        if awaited := self._missing() or self._silent_shadows():
+        awaited = self._missing()
+        if not (awaited or self._holds_state()):
+            awaited = self._silent_shadows()
+        if awaited:
             return max(self._due(name) for name in awaited)  # nothing happens before the last of them
         return wait_until_s if self._is_waiting_for_more and wait_until_s > now_s else now_s + 60.0
 

@@ -317,7 +317,7 @@ class Crews:
                 f"{story + ': ' if story else ''}waiting for {more if lacking else 'a host with its part of the data'},"
                 f" {clock(until_s - now_s)} at most; Ctrl-C saves the state and ends the run"
             )
-            told = {self._sites[slot].node: slot for slot in sorted(self.living, reverse=True)}
+            told = {self._sites[slot].node: slot for slot in sorted(self.living | self._shadows, reverse=True)}
             self.outbox.extend((slot, "tell", {"text": text}) for slot in sorted(told.values()))
         return self._next_word_s - now_s
 

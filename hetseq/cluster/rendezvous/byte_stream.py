@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from hetseq.cluster.rendezvous.sockets import DeadlinePassed, bind, dial, fill, send_all
+from hetseq.cluster.rendezvous.sockets import DeadlinePassed, ForeignBytes, bind, dial, fill, say, send_all, take
 from hetseq.comm import socket_filter
 from hetseq.errors import RendezvousError
 
@@ -41,8 +41,42 @@ def _proof(key: bytes, role: str, name: str, number: int, nonces: bytes) -> byte
     return hmac.digest(key, f"{_MAGIC.decode()} {role} {name} {number} ".encode() + nonces, "sha256")
 
 
+class Guest:
+    """A process that has connected, and has 5 s to prove that it holds the key."""
+
+    def __init__(self, connection: socket.socket, name: str, key: bytes) -> None:
+        self.connection = connection
+        self._name, self._key, self._until_s = name, key, time.monotonic() + _PROOF_S
+        self._inbox, self._number, self._nonces = bytearray(), 0, b""
+
+    def advance(self) -> int | None:
+        """Its number as a sender, once it has proven itself; None before. Never waits. Raises StreamError."""
+        try:
+            if not self._nonces and take(self.connection, self._inbox, _HELLO.size, begins_with=_MAGIC):
+                _, theirs, self._number = _HELLO.unpack(self._inbox)
+                nonce = secrets.token_bytes(_NONCE_BYTES)
+                self._nonces = theirs + nonce
+                say(self.connection, _ANSWER.pack(nonce, self._proof("door")))
+                self._inbox.clear()
+            if self._nonces and take(self.connection, self._inbox, _MAC_BYTES):
+                if hmac.compare_digest(self._inbox, self._proof("sender")):
+                    return self._number
+                raise StreamError("it does not hold the key of this run")
+        except (OSError, ForeignBytes) as error:
+            raise StreamError(f"it is no sender of this run ({error})") from None
+        if time.monotonic() > self._until_s:
+            raise StreamError(f"it has not proven itself within {_PROOF_S:.0f} s")
+        return None
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _proof(self, role: str) -> bytes:
+        return _proof(self._key, role, self._name, self._number, self._nonces)
+
+
 class StreamDoor:
-    """The listening end: `accept` gives the number and the connection of each sender that has proven to hold the key.
+    """The listening end: `accept` gives each process that has connected, for a proof that it is a sender.
 
     Only the given addresses can connect, if the kernel has filters. Both ends know the stream by `name`, used once.
     """
@@ -57,32 +91,15 @@ class StreamDoor:
         """The descriptor to wait on: readable when a sender has connected."""
         return self._listener.fileno()
 
-    def accept(self) -> tuple[int, socket.socket] | None:
-        """The next sender, which has connected; None if it has gone, or does not prove itself within 5 s."""
+    def accept(self) -> Guest | None:
+        """The next process that has connected; None if there is none."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return None
         connection.setblocking(False)
         socket_filter.free_connections(self.port)
-        deadline, inbox = time.monotonic() + _PROOF_S, bytearray()
-        try:
-            fill(connection, inbox, _HELLO.size, deadline, begins_with=_MAGIC)
-            _, theirs, number = _HELLO.unpack(inbox)
-            nonce = secrets.token_bytes(_NONCE_BYTES)
-            nonces = theirs + nonce
-            send_all(
-                connection, _ANSWER.pack(nonce, _proof(self._key, "door", self._name, number, nonces)), deadline
-            )  # fmt: skip
-            inbox.clear()
-            fill(connection, inbox, _MAC_BYTES, deadline)
-            if hmac.compare_digest(inbox, _proof(self._key, "sender", self._name, number, nonces)):
-                return number, connection
-        except Exception:
-            connection.close()
-            return None
-        connection.close()
-        return None
+        return Guest(connection, self._name, self._key)
 
     def close(self) -> None:
         """Stop listening; open connections stay."""
@@ -106,7 +123,8 @@ def open_stream(host: str, port: int, name: str, number: int, key: bytes, *, tim
         return connection
     except (OSError, DeadlinePassed) as error:
         connection.close()
-        raise StreamError(f"{host}:{port} did not answer as a shadow of this run ({error})") from None
+        why = str(error) or f"not within {timeout_s:g} s"
+        raise StreamError(f"{host}:{port} did not answer as a shadow of this run ({why})") from None
     except BaseException:
         connection.close()
         raise

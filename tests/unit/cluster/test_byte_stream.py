@@ -6,9 +6,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hetseq.cluster.rendezvous import byte_stream
 from hetseq.cluster.rendezvous.byte_stream import FrameReader, StreamDoor, StreamError, open_stream, send_frame
 from tests.support.trials import until
 
@@ -21,9 +24,9 @@ def door() -> Iterator[StreamDoor]:
         yield door
 
 
-def enter(door: StreamDoor, *, key: bytes = KEY, name: str = NAME, number: int = 3) -> list[object]:
-    """A sender that dials in a thread of its own: its connection, or its error, once `accept` has been called."""
-    found: list[object] = []
+def enter(door: StreamDoor, *, key: bytes = KEY, name: str = NAME, number: int = 3) -> list[Any]:
+    """A sender that dials in a thread of its own: the guest and its number or error there; its connection or error."""
+    found: list[Any] = []
 
     def dial() -> None:
         try:
@@ -33,31 +36,67 @@ def enter(door: StreamDoor, *, key: bytes = KEY, name: str = NAME, number: int =
 
     thread = threading.Thread(target=dial)
     thread.start()
-    accepted = until(door.accept, "a sender or a stranger") if key == KEY and name == NAME else _refused(door)
+    guest, proven = until(door.accept, "a sender or a stranger"), list[object]()
+
+    def has_answered() -> bool:
+        try:
+            proven.append(guest.advance())
+        except StreamError as error:
+            proven.append(error)
+        return proven[-1] is not None
+
+    until(has_answered, "a proof, or none")
     thread.join()
-    return [accepted, *found]
-
-
-def _refused(door: StreamDoor) -> None:
-    import select
-
-    select.select([door], [], [], 5.0)
-    assert door.accept() is None
+    return [(guest, proven[-1]), *found]
 
 
 def pair(door: StreamDoor) -> tuple[socket.socket, FrameReader]:
-    accepted, sender = enter(door)
-    assert isinstance(accepted, tuple)
+    (guest, number), sender = enter(door)
     assert isinstance(sender, socket.socket)
-    assert accepted[0] == 3
-    return sender, FrameReader(accepted[1])
+    assert number == 3
+    return sender, FrameReader(guest.connection)
 
 
 @pytest.mark.parametrize(("key", "name"), [(b"x" * 32, NAME), (KEY, "run/2/shadow-2.0")], ids=["key", "name"])
 def test_a_sender_with_another_key_or_for_another_stream_is_refused(door: StreamDoor, key: bytes, name: str) -> None:
-    _, error = enter(door, key=key, name=name)
+    (guest, found), error = enter(door, key=key, name=name)
+    guest.close()
+    assert isinstance(found, StreamError)
     assert isinstance(error, StreamError)
     assert "does not hold the key" in str(error)
+
+
+def test_a_stranger_that_is_silent_or_talks_something_else_holds_no_sender(
+    door: StreamDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, other = (socket.create_connection(("127.0.0.1", door.port)) for _ in range(2))
+    other.send(b"GET / HTTP/1.1\r\n\r\n")
+    strangers = [until(door.accept, "a stranger") for _ in range(2)]
+    sender, reader = pair(door)
+    found: list[StreamError] = []
+
+    def is_refused() -> bool:
+        for guest in strangers:
+            try:
+                assert guest.advance() is None
+            except StreamError as error:
+                found.append(error)
+        return bool(found)
+
+    until(is_refused, "the one that talks is refused")
+    assert "no sender of this run" in str(found[0])
+    monkeypatch.setattr(byte_stream, "time", SimpleNamespace(monotonic=lambda: 1e12))
+    with pytest.raises(StreamError, match="not proven itself within 5 s"):
+        strangers[0].advance()
+    for one in (silent, other, sender, reader, *strangers):
+        one.close()
+
+
+def test_a_listener_that_says_nothing_is_told_of_in_words() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(StreamError, match=r"did not answer as a shadow of this run \(not within 0.1 s\)"):
+            open_stream("127.0.0.1", port, NAME, 3, KEY, timeout_s=0.1)
 
 
 def test_frames_arrive_whole_and_in_order_however_they_are_cut(door: StreamDoor) -> None:

@@ -175,6 +175,17 @@ def test_a_shadow_counts_for_min_ranks_only_when_it_is_a_rank() -> None:
     assert rosters(followed.arrive(0)) == {("0.1", "2.0")}
 
 
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_round_that_waits_for_ranks_sleeps_until_then_whatever_a_shadow_does(is_alive: bool) -> None:
+    followed = Followed(2, min_ranks=2, wait_s=30.0)
+    followed.end(1)
+    if is_alive:  # and takes long for its report
+        followed.answer(2, patience_s=100.0)
+    assert followed.report(0) == []
+    followed.wait(2 * ANSWER_S)
+    assert followed.those.tick(followed.now_s) == 30.0 - 2 * ANSWER_S
+
+
 def test_a_late_report_gets_the_newest_record_again() -> None:
     followed = Followed(2)
     followed.report(0, 1)
@@ -216,6 +227,26 @@ def claim_record(claim: Claim) -> dict[str, Any]:
 
 
 SHADOW = Claim("labB", 2, 1, min_ranks=2, is_shadow=True)
+
+
+def test_the_node_of_a_shadow_is_told_that_more_ranks_are_awaited() -> None:
+    """No rank is left that would say so."""
+    crews = Crews(
+        {slot: Site("labA", 0, 0) for slot in (0, 1)}, dict.fromkeys((0, 1), FIELDS), min_ranks=2, wait_s=60.0
+    )
+    crews.seat(2, Site("labB", 1, 1), is_shadow=True)
+    crews.handle(2, {"kind": "present", "starts": 0, "fields": FIELDS}, 1.0)
+    for slot in (0, 1):
+        crews.handle(slot, {"kind": "report", "starts": 0, "report": Report("", 0, BEHIND).to_record()}, 2.0)
+    for slot in (0, 1):
+        crews.left(WorkerEnd(slot, -9), 0, is_restarting=False, now_s=3.0)
+    crews.handle(2, {"kind": "report", "starts": 0, "report": Report("", 1, AHEAD).to_record()}, 4.0)
+    crews.outbox.clear()
+    for now_s in (5.0, 8.0):
+        crews.tick(now_s)
+    told = [(slot, facts["text"]) for slot, kind, facts in crews.outbox if kind == "tell"]
+    assert [slot for slot, _ in told] == [2]
+    assert "waiting for 1 more rank (--min-ranks 2)" in told[0][1]
 
 
 def test_a_shadow_is_not_the_first_node() -> None:

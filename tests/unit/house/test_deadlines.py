@@ -23,7 +23,7 @@ hetseq/cluster/rendezvous/byte_stream.py
     FrameReader._read_some: connection.recv: the socket does not block
 hetseq/run/shadow_links.py
     ShadowLinks.wait: _bell.recv: a byte is there
-    ShadowLinks.wait: _door.accept: a sender is there, and has 5 s to prove itself
+    ShadowLinks.wait: _door.accept: the socket does not block
 hetseq/run/shadow_outlet.py
     StateMessage.settle: _copied.wait: the thread copies memory, and waits for nobody
     StateMessage.frames: _copied.wait: as above; a thread of its own waits here

@@ -1,12 +1,14 @@
-"""Which messages of several ranks a shadow uses together, and which ones it drops; their content does not matter."""
+"""Which messages of several ranks a shadow uses together, and which ones it drops; what it tells a rank that comes."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hetseq.cluster.membership.step_commit import Lineage
+from hetseq.run.regroup import PendingWork
 from hetseq.run.shadow import Shadow
 
 Told = list[dict[str, Any]]
@@ -37,6 +39,7 @@ class Following(Shadow):
     def __init__(self, at: int | None, ranks: int = 2) -> None:
         self.at, self.done, self._world_size, self._loading = at, list[str](), ranks, None
         self._has_state = at is not None
+        self._parameters, self._pieces, self._due, self._begins = {}, {}, None, None
 
     @property
     def lineage(self) -> Lineage | None:
@@ -130,3 +133,77 @@ def test_a_rank_that_is_lost_while_the_state_arrives_leaves_no_state(left: int) 
     assert not shadow._advance(readers)
     assert shadow.lineage is None
     assert shadow._loading is None
+
+
+# what it tells a rank that has connected
+
+
+def hello(begins: int, now: int | None = None, *, watches_task: bool = False) -> dict[str, Any]:
+    """What a rank says that began with the state of one step, and has that of another."""
+    at, now = [begins, 10 * begins], begins if now is None else now
+    return {
+        "rank": 1, "has_owners": False, "trained": [], "pieces": [], "begins": at, "lineage": [now, 10 * now],
+        "watches_task": watches_task,
+    }  # fmt: skip
+
+
+def told(shadow: Shadow, hello: dict[str, Any]) -> int | None:
+    """The step of the state that the shadow says it has."""
+    lineage = shadow._answer(hello)["lineage"]
+    return None if lineage is None else int(lineage[0])
+
+
+def test_a_rank_is_told_which_state_the_shadow_has() -> None:
+    assert told(Following(None), hello(4)) is None
+    assert told(Following(4), hello(4)) == 4
+    assert told(Following(4), hello(4, 6)) == 4
+
+
+def test_a_state_of_a_course_that_the_ranks_gave_up_is_given_up() -> None:
+    shadow = Following(6)
+    assert told(shadow, hello(4)) is None
+    assert shadow.lineage is None
+
+
+def test_steps_that_are_made_again_in_one_generation_do_not_hide_that_the_ranks_went_back() -> None:
+    shadow = Following(4)
+    assert told(shadow, hello(4)) == 4
+    shadow.at = 9
+    assert told(shadow, hello(4, 9)) == 9, "a connection that was lost"
+    assert told(shadow, hello(7, 9)) is None, "a checkpoint of step 7, and two steps again, with the lineages they had"
+    assert shadow.lineage is None
+
+
+def test_a_shadow_that_has_not_heard_what_a_hook_did_needs_the_state_and_keeps_its_own() -> None:
+    shadow = Following(4)
+    shadow._due = PendingWork(4, 1, False, False, 0, None)
+    assert told(shadow, hello(4)) == 4
+    assert told(shadow, hello(4, watches_task=True)) is None
+    assert shadow.lineage == Lineage(4, 40), "its work after the step is made up for, if it takes over"
+
+
+def test_a_shadow_asks_for_the_time_that_its_work_has_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a round would give the only state up while the shadow makes a long update of a large model."""
+
+    class Links:
+        readers: Any = {}
+        allowed: list[float] = []
+        rounds = 2
+
+        def wait(self, answer: Any) -> bool:
+            self.rounds -= 1
+            return self.rounds >= 0
+
+        allow_for = allowed.append
+
+    class Slow(Following):
+        now_s = 0.0
+
+        def _advance(self, readers: Any) -> bool:
+            self.now_s += 50.0 if not self.now_s else 1.0
+            return False
+
+    shadow, links = Slow(None), Links()
+    monkeypatch.setattr("hetseq.run.shadow.time", SimpleNamespace(monotonic=lambda: shadow.now_s))
+    shadow.follow(links, generation=1, world_size=2, is_leaving=lambda: False)  # type: ignore[arg-type]
+    assert links.allowed == [50.0, 1.0]

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from hetseq.cluster.membership.step_commit import Lineage
+from hetseq.cluster.membership.decide import Tag
+from hetseq.cluster.membership.step_commit import Lineage, Verdict
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import PeerLostError
 from hetseq.parallel import portions as parts
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.checksums import checksums
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica
-from hetseq.parallel.task_state import TaskState
+from hetseq.parallel.task_state import KeepsState, TaskState
 from hetseq.run import shadow_outlet
-from hetseq.run.shadow_feed import ShadowFeed
+from hetseq.run.regroup import PendingWork
+from hetseq.run.shadow_feed import ShadowFeed, _packed
 from hetseq.run.shadow_outlet import Following, Message, StateMessage
+from hetseq.training.controller import TrainingState
 
 FIRST = Lineage(4, 44)
 
@@ -52,13 +58,15 @@ class NoState:
         pass
 
 
-def replica_of(model: torch.nn.Module) -> Replica:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
+def replica_of(model: torch.nn.Module, task: KeepsState | None = None) -> Replica:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    reducer = Gradients(list(model.parameters()))
-    return Replica(model, optimizer, reducer, BufferKeeper(model, LocalGroup()), TaskState(NoState()))
+    return Replica(
+        model, optimizer, Gradients(trained), BufferKeeper(model, LocalGroup()), TaskState(task or NoState())
+    )
 
 
 @pytest.fixture
@@ -68,16 +76,26 @@ def replica() -> Replica:
 
 
 @pytest.fixture
-def feed(replica: Replica) -> Iterator[ShadowFeed]:
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as closing:
+        yield closing
+
+
+def feed_of(replica: Replica, closing: ExitStack, *, watches_task: bool = False) -> ShadowFeed:
     store = NoStore()
     following = Following(("2.0", "3.0"), store, "run/1", b"k" * 32, "127.0.0.1")
     feed = ShadowFeed(
         following, replica, LocalGroup(), lineage=FIRST, describe=lambda state, rows: {}, facts=dict,
-        watches_task=False,
+        watches_task=watches_task,
     )  # fmt: skip
-    yield feed
-    feed.close()
-    store.is_over.set()
+    closing.callback(store.is_over.set)
+    closing.callback(feed.close)
+    return feed
+
+
+@pytest.fixture
+def feed(replica: Replica, closing: ExitStack) -> ShadowFeed:
+    return feed_of(replica, closing)
 
 
 def group_of(rank: int, world_size: int) -> Any:
@@ -190,3 +208,114 @@ def test_a_copy_that_is_no_longer_wanted_holds_nobody(feed: ShadowFeed, replica:
     message.settle()
     with pytest.raises(shadow_outlet.StreamError, match="could not be copied"):
         list(message.frames())
+
+
+# what changes besides the update
+
+
+class Averaging(NoState):
+    """A task with an average, and a model with tensors that are not trained."""
+
+    def __init__(self) -> None:
+        self.average = torch.zeros(3, dtype=torch.float64)
+        self.model = torch.nn.Linear(3, 2)
+        self.model.register_buffer("mean", torch.zeros(3))
+        self.model.register_parameter("teacher", torch.nn.Parameter(torch.zeros(5), requires_grad=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+
+def replace_average(task: Averaging) -> None:
+    task.average = task.average + 1.0
+
+
+def change_data_of_average(task: Averaging) -> None:
+    task.average.data.add_(1.0)
+
+
+def replace_average_in_inference_mode(task: Averaging) -> None:
+    with torch.inference_mode():
+        task.average = task.average + 1.0
+
+
+def replace_buffer(task: Averaging) -> None:
+    task.model.mean = task.model.mean + 1.0
+
+
+def change_teacher(task: Averaging) -> None:
+    task.model.teacher.data.add_(1.0)
+
+
+def step_of(feed: ShadowFeed, hook: Callable[[], None]) -> dict[str, Any]:
+    """A step of rank zero alone, with a hook of its task: the header of the last message that a shadow gets."""
+    step = feed._lineage.step + 1
+    controller: Any = SimpleNamespace(
+        state=TrainingState(lineage=Lineage(step, 11 * step)), last_update=(Tag(step, 1, 0), Verdict.APPLY),
+        rows=np.zeros((1, 4), np.int64),
+    )  # fmt: skip
+    result: Any = SimpleNamespace(outcome=SimpleNamespace(verdict=Verdict.APPLY, lacking=0))
+    feed.before_update()
+    feed.after_update(controller, result, PendingWork(step, 1, False, False, 0, None))
+    hook()
+    feed.after_step(controller, result, [])
+    last = feed._outlets[0]._waiting[-1]
+    for outlet in feed._outlets:
+        while outlet._waiting:
+            outlet._drop(outlet._waiting.popleft())
+    return last.header
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (replace_average, ["task.average"]), (change_data_of_average, ["task.average"]),
+        (replace_average_in_inference_mode, ["task.average"]), (replace_buffer, ["model.mean"]),
+        (change_teacher, ["model.teacher"]),
+    ],
+)  # fmt: skip
+def test_what_a_hook_changes_is_told_once_in_whatever_way_it_does_so(
+    change: Callable[[Averaging], None], told: list[str], closing: ExitStack
+) -> None:
+    task = Averaging()
+    feed = feed_of(replica_of(task.model, task), closing, watches_task=True)
+    for number in range(4):
+        header = step_of(feed, (lambda: change(task)) if number % 2 else (lambda: None))
+        names = [parts.Piece.from_record(record).name for record in header.get("pieces", [])]
+        assert (header["kind"], names) == ("after", told if number % 2 else []), number
+        assert ("task_state" in header) == ("task.average" in names), number
+
+
+def test_a_buffer_that_forward_begins_to_change_later_is_told(closing: ExitStack) -> None:
+    task = Averaging()
+    feed = feed_of(replica_of(task.model), closing)
+    assert step_of(feed, lambda: None)["kind"] == "after"  # the first facts
+    assert step_of(feed, lambda: None)["kind"] == "step"
+    task.model.mean.add_(1.0)  # in a forward
+    header = step_of(feed, lambda: None)
+    assert [parts.Piece.from_record(record).name for record in header.get("pieces", [])] == ["model.mean"]
+    assert step_of(feed, lambda: None)["kind"] == "step"
+
+
+@pytest.mark.parametrize("known", ["the same", "another", "the same, which a hook has changed"])
+def test_frozen_parameters_that_the_shadow_has_are_no_part_of_its_state(known: str, closing: ExitStack) -> None:
+    task = Averaging()
+    feed = feed_of(replica_of(task.model, task), closing, watches_task=True)
+    sums = dict(zip(("model.teacher", "model.mean"), checksums([task.model.teacher, task.model.mean])))
+    if known == "another":
+        sums["model.teacher"] += 1
+    if known.endswith("changed"):
+        for change in (1.0, -1.0):
+            step_of(feed, lambda change=change: task.model.teacher.data.add_(change))  # type: ignore[misc]
+    controller: Any = SimpleNamespace(state=TrainingState())
+    message = feed._state(controller, [], known=sums)
+    names = {piece.name for piece, _ in message._pieces if piece.kind == "model"}
+    assert names == {"model.mean", *(["model.teacher"] if known != "the same" else [])}
+
+
+def test_a_message_may_hold_the_widest_numbers() -> None:
+    values = [torch.ones(1, dtype=torch.float64), torch.ones(2, dtype=torch.complex128)]
+    pieces = [parts.whole("task", str(place), value) for place, value in enumerate(values)]
+    memory = _packed(pieces, values)
+    for piece, offset, value in zip(pieces, parts.offsets_of(pieces)[0], values):
+        assert torch.equal(parts.value_of(memory, offset, piece), value)
