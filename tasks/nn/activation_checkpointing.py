@@ -1,6 +1,6 @@
 """A stack of layers, which `--activation-checkpointing` makes keep only the inputs of its layers for backward.
 
-`hetseq.parallel.activation_checkpointing` does that for the modules of any model; here are those of the included tasks.
+`hetseq.checkpoint_activations` does that for the modules of any model; here are those of the included tasks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetseq.parallel.activation_checkpointing import checkpoint_activations
+from hetseq import checkpoint_activations
 
 
 class LayerStack(nn.ModuleList):
