@@ -38,7 +38,9 @@ def checkpoint_activations(model: nn.Module, modules: str | Sequence[str] = AUTO
     patterns = [modules] if isinstance(modules, str) else list(modules)
     by_name = {name: module for name, module in model.named_modules() if name}
     found = list(dict.fromkeys(name for one in patterns for name in _fitting(one, by_name, model)))
-    if getattr(model, "is_gradient_checkpointing", False):
+    # the second is how older versions of transformers call it
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    if next((getattr(model, name) for name in names if hasattr(model, name)), False):
         raise ConfigError(
             f"--checkpoint-modules {','.join(patterns)}: {type(model).__name__} runs layers again in backward already,"
             " by its own gradient checkpointing: leave this or --activation-checkpointing out"
