@@ -67,7 +67,7 @@ class _Space:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor in its logical order as (words,) int32, padded with zeros; a view if possible."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if raw.numel() % 4 or raw.storage_offset() % 4:
         raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 4))
     return raw.view(torch.int32)

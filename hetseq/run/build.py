@@ -260,7 +260,8 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
             _check_batch_of_join(config, is_explicit=is_explicit)
         if beginning is None:
             begin_alike_(job.material.model, job.group)
-    override(replica.optimizer, config.checkpoint)
+    if job.carried is None:  # also on a rank that joins: its optimizer is new
+        override(replica.optimizer, config.checkpoint)
     if images is not None:
         record = None if job.succession is None else job.succession.record
         images.keep_only(

@@ -62,8 +62,8 @@ class ReplicaCheck:
         return step % self._every == 0
 
     def check(self, step: int, shares: Sequence[int]) -> bool:
-        """Compare all replicas after step `step`, whose samples by rank are `shares`; whether a fault was repaired.
-        Collective.
+        """Compare all replicas after step `step`, whose samples by rank are `shares`; whether more than rounding
+        was repaired. Collective.
 
         If they differ, a line and the event `replicas_differ` say so, and the wrong ranks get the state of a right one.
         Raises ReplicasDiffer if no rank can be trusted, DisagreementError if the ranks do not even hold tensors of the
@@ -90,7 +90,7 @@ class ReplicaCheck:
         distance = self._resynchronise(table, judgement.source)
         self._metrics.event("replicas_differ", distance=distance if math.isfinite(distance) else None, **fields)
         self._tell(step, judgement, table.names, distance)
-        return judgement.is_fault
+        return judgement.is_fault or not distance <= _MORE_THAN_ROUNDING
 
     def _tell(self, step: int, judgement: Judgement, names: list[str], distance: float) -> None:
         """Rank zero warns; the other ranks, which know the same, write the line into their files."""

@@ -93,6 +93,7 @@ class Life:
     events: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     gathered: list[int] = field(default_factory=list)  # words of the rows of the first check
+    repairs: int = 0  # of more than rounding, as the checks say
     error: HetSeqError | None = None
 
 
@@ -134,6 +135,14 @@ def prepare(session: Session, group: Group, recorder: Recorder, case: Case, life
     boundary._replicas = None
     if case.every:
         boundary._replicas = ReplicaCheck(controller.replica, group, recorder, every=case.every, kind=kind)
+        check = boundary._replicas.check
+
+        def counted(step: int, shares: tuple[int, ...]) -> bool:
+            is_repaired = check(step, shares)
+            life.repairs += is_repaired
+            return is_repaired
+
+        boundary._replicas.check = counted
     if group.rank in case.rounding:
         controller.replica.optimizer.register_step_post_hook(round_otherwise)
     if group.rank in case.spoils:
@@ -201,7 +210,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[Life]:
 
 def test_replicas_that_agree_cost_one_short_row_and_no_word(calm: list[Life]) -> None:
     for life in calm:
-        assert (life.events, life.lines, life.error) == ([], [], None)
+        assert (life.events, life.lines, life.error, life.repairs) == ([], [], None, 0)
         assert life.gathered == [2]
         assert len(set(life.losses)) == 8
 
@@ -217,6 +226,7 @@ def test_a_bit_that_turns_over_in_one_rank_is_found_and_the_curve_knows_nothing_
     for life in hurt:
         (event,) = life.events
         assert event.pop("distance") > 0
+        assert life.repairs == 1
         assert event == {
             "step": 4, "cause": "fault", "source": 0, "ranks": [1], "tensors": [name], "differing": 1,
         }  # fmt: skip
@@ -410,6 +420,7 @@ def test_kinds_that_round_differently_get_the_state_of_rank_zero_and_it_is_told_
         (line,) = life.lines
         assert line.startswith("INFO after step 4 the replicas differ: ranks 1, 2 in ")
         assert "cpu A and cpu B round differently, which is no fault" in line
+        assert life.repairs == 0
     twin = run(tmp_path / "twin", 3, **{**told, "every": 0})
     assert not alike(twin)
 
@@ -419,6 +430,7 @@ def test_more_than_rounding_is_a_warning_each_time(tmp_path: Path) -> None:
     lives = run(tmp_path / "run", 2, kinds=("cpu A", "cpu B"), hits=hits)
     assert [line.split(" the ")[0] for line in lives[0].lines] == ["WARNING after step 2", "WARNING after step 4"]
     assert "of the largest element, which is more than these kinds of device round" in lives[0].lines[0]
+    assert [life.repairs for life in lives] == [2, 2]
     assert alike(lives)
 
 

@@ -51,6 +51,12 @@ def test_a_flip_shows_in_every_piece_of_a_large_tensor(monkeypatch: pytest.Monke
         assert checksum(flipped(tensor, 32 * element + 3)) != calm, element
 
 
+def test_a_conjugate_or_a_negative_that_torch_has_yet_to_compute_has_the_checksum_of_its_values() -> None:
+    tensor = torch.tensor([1.0 + 2.0j, 3.0 - 1.0j])
+    for lazy, values in ((tensor.conj(), [1.0 - 2.0j, 3.0 + 1.0j]), (tensor.conj().imag, [-2.0, 1.0])):
+        assert checksum(lazy) == checksum(torch.tensor(values)) != checksum(tensor)
+
+
 def test_a_sign_of_zero_shows() -> None:
     assert checksum(torch.tensor([0.0, 1.0])) != checksum(torch.tensor([-0.0, 1.0]))
 
