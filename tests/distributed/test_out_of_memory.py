@@ -86,6 +86,17 @@ def test_a_rank_whose_memory_runs_out_before_anything_left_repeats_alone(fault: 
     assert [meal.caps for meal in meals] == [[3] * 5, [3] * (step - 1) + [1] * (6 - step)]
 
 
+@pytest.mark.parametrize("fault", [Fault(1), Fault(1, LAST)])
+def test_activations_that_had_left_are_forgotten_with_the_attempt(fault: Fault, tmp_path: Path) -> None:
+    (away := tmp_path / "away").mkdir()
+    words = words_of(
+        10, balance="1,1", max_sentences=3, offload_activations=True, loading_horizon=0, offload_dir=away
+    )  # fmt: skip
+    meals = dine(tmp_path, words, CALM, Appetite((fault,)))
+    check(meals, 10)
+    assert not list(away.iterdir())
+
+
 @pytest.mark.parametrize("hurt", [(0,), (1,), (0, 1)])
 def test_memory_that_runs_out_with_a_bucket_on_its_way_costs_everybody_one_repeat(
     hurt: tuple[int, ...], tmp_path: Path

@@ -21,6 +21,7 @@ import torch
 from hetseq import config as options
 from hetseq.comm.group import Group
 from hetseq.data.plan import Position
+from hetseq.parallel import activation_offload
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.session import Session
@@ -201,6 +202,7 @@ def keep_diary(group: Group, session: Session) -> set[int]:
 def eat(group: Group, save_dir: str, words: Words, appetite: Appetite) -> Meal:
     """Train with one appetite; `group` is used again afterwards."""
     send = group.all_reduce_sum
+    activation_offload.LEAST_BYTES = 1  # the model is small
     session, recorder = session_of(group, save_dir, words)
     controller: Any = session.controller
     fetched_again = keep_diary(group, session)
@@ -211,7 +213,8 @@ def eat(group: Group, save_dir: str, words: Words, appetite: Appetite) -> Meal:
             controller.train_step()
             positions.append(controller.state.position)
             caps.append(controller._computer.sizes.cap.samples)
-        model = controller.replica.model
+        model, offload = controller.replica.model, controller._computer._offload
+        assert offload is None or offload.facts.moved, "no activation has left"
         return Meal(
             shares=[tuple(row["shares"]) for row in recorder.rows],
             positions=positions,
