@@ -221,6 +221,9 @@ class Fetched:
             raise LoaderDied(f"a process that loads data has not begun within {_BEGIN_S:.0f} s")
         for child in self._dead(0.0):
             child.join(_REAPED_S)
+            deadline = time.monotonic() + _REAPED_S
+            while child.exitcode is None and time.monotonic() < deadline:  # another thread has just taken it
+                time.sleep(0.01)
             raise LoaderDied(f"a process that loads data (pid {child.pid}) {_how_it_ended(child.exitcode)}")
 
     def close(self) -> None:
