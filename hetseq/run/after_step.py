@@ -169,9 +169,9 @@ class AfterStep:
         outcome = result.outcome
         self._saver.note_commit(outcome.rows)
         due = self.due(controller, result)
-        self._report(result, due.row)
-        if self.shadows is not None:
+        if self.shadows is not None:  # before its row is written: what a user sees should be on its way to them
             self.shadows.after_update(controller, result, due)
+        self._report(result, due.row)
         self._watch.see(result)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(controller.state, is_anyone_writing=outcome.writing, failed=outcome.failed))
