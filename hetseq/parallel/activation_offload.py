@@ -100,7 +100,7 @@ class _Kept:
             self.parcel.free()
 
     def check(self) -> None:
-        """Raise RuntimeError if the tensor is not what was kept."""
+        """Raise RuntimeError if the tensor was changed since forward kept it."""
         if self.tensor is not None and self.tensor._version != self.version:
             raise RuntimeError(
                 f"one of the tensors needed for gradient computation, of shape {tuple(self.tensor.shape)}, has been"

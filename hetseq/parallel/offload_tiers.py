@@ -212,7 +212,7 @@ class DiskTier:
         try:
             while rest:
                 if not (done := os.preadv(self._file.fileno(), [rest], place)):
-                    raise OSError(None, "the file is shorter than what was written")
+                    raise OSError(None, "the file is shorter than the tensor written to it")
                 rest, place = rest[done:], place + done
         except OSError as error:
             raise HetSeqError(

@@ -24,7 +24,7 @@ def content(rank: int, number: int) -> bytearray:
 
 
 def chain(group: Group) -> dict[str, Any]:
-    """Messages from rank zero to rank one, with what is under way on each rank whenever it gives way."""
+    """Messages from rank zero to rank one; each rank counts its transfers under way whenever it gives way."""
     assert isinstance(group, GlooGroup)
     asked, transfers = [], []
     right_of_way = group._right_of_way

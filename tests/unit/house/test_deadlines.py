@@ -38,8 +38,8 @@ hetseq/parallel/owned_gradients.py
     OwnedGradients._await_gathers: transfer.wait: a transfer has the deadline of its group
     OwnedGradients._collect: unit.sending.wait: as above
 hetseq/parallel/offload_tiers.py
-    DiskTier.bring: read.result: the thread reads, and waits for nobody but the disk
-    DiskTier._read: written.result: the thread writes, and waits for nobody but the disk and the GPU
+    DiskTier.bring: read.result: the thread reads, and waits for the disk alone
+    DiskTier._read: written.result: the thread writes, and waits for the disk and the GPU alone
     _InFile.has_left: _written.result: as above
 hetseq/parallel/state_move.py
     _exchange_unit: exchange.swap(outgoing, incoming).wait: as above

@@ -29,7 +29,7 @@ def test_what_is_not_finite_is_never_the_best_and_hides_nothing_that_comes_later
 
 
 class Shadows:
-    """What a rank sends to shadows: notes what is asked of it."""
+    """In place of a `ShadowFeed`: notes the calls that it gets."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -66,7 +66,7 @@ def test_a_replica_that_was_repaired_may_have_given_its_fault_to_shadows(is_repa
 
 
 def test_a_skipped_step_waits_for_the_copies_that_shadows_get() -> None:
-    """The comparison of replicas, or a hook, may change what is being copied."""
+    """A tensor that is being copied may be changed by the comparison of replicas, or by a hook."""
     shadows = Shadows()
     boundary_with(shadows).settle()
     assert shadows.asked == ["settle"]

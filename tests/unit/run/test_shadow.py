@@ -139,7 +139,7 @@ def test_a_rank_that_is_lost_while_the_state_arrives_leaves_no_state(left: int) 
 
 
 def hello(begins: int, now: int | None = None, *, watches_task: bool = False) -> dict[str, Any]:
-    """What a rank says that began with the state of one step, and has that of another."""
+    """The greeting of a rank: the step whose state it began with, and the step whose state it has now."""
     at, now = [begins, 10 * begins], begins if now is None else now
     return {
         "rank": 1, "has_owners": False, "trained": [], "pieces": [], "begins": at, "lineage": [now, 10 * now],
