@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from offload import CUDA_BAR, LIVE_BAR, SPEED_BAR
+
 from gpu_sections.facts import is_large_card
 from gpu_sections.runs import all_measured
 from gpu_sections.section import Check, Place, Skipped, holds
-
-#: backward against backward without offload, bytes on the device, the step of `save_on_cpu` against this one
-BACKWARD, LIVE, FASTER = 1.05, 0.25, 1.5
 
 
 def checks(place: Place) -> Iterator[Check]:
@@ -27,10 +26,12 @@ def checks(place: Place) -> Iterator[Check]:
     for row in ways:
         seen = f"backward {row['backward']:.2f}, {row['live']:.0%} on the card, {row['peak_bytes'] / 2**30:.1f} GiB"
         yield Check(row["way"], f"{seen} of {none['peak_bytes'] / 2**30:.1f}")
-    small = [row for row in ways if row["live"] <= LIVE and row["backward"] <= BACKWARD]
+    small = [row for row in ways if row["live"] <= LIVE_BAR and row["backward"] <= CUDA_BAR]
     best = max((torch_own["step"] / row["step"] for row in small), default=0.0)
     yield holds(
         "a horizon that hides", bool(small), seen=", ".join(row["way"] for row in small) or "none",
-        expected=f"backward at most {BACKWARD} with at most {LIVE:.0%}",
+        expected=f"backward at most {CUDA_BAR} with at most {LIVE_BAR:.0%}",
     )  # fmt: skip
-    yield holds("against save_on_cpu", best >= FASTER, seen=f"{best:.2f} times", expected=f"at least {FASTER} times")
+    yield holds(
+        "against save_on_cpu", best >= SPEED_BAR, seen=f"{best:.2f} times", expected=f"at least {SPEED_BAR} times"
+    )  # fmt: skip

@@ -147,7 +147,7 @@ class OwnPart(PartCopies):
             if answer[0]:
                 return
         raise DamagedError(
-            f"part {self.part.index} of an image arrived at rank {keeper} {_TRIES} times with other bytes"
+            f"part {self.part.index} of an image arrived {_TRIES} times at rank {keeper} with other bytes"
         )
 
     def settle(self) -> None:
@@ -196,7 +196,7 @@ class KeptPart(PartCopies):
                 return sums
             way.send(memoryview(bytearray(1)), owner)
         raise DamagedError(
-            f"part {self.part.index} of an image arrived from rank {owner} {_TRIES} times with other bytes"
+            f"part {self.part.index} of an image arrived {_TRIES} times from rank {owner} with other bytes"
         )
 
 
