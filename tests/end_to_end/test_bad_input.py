@@ -96,6 +96,8 @@ BAD_VALUES = [
     ("--persistent-time-interval", "nan", "a finite number"),
     ("--keep-last-epochs", "0", "-1 (all) or a number above 0"),
     ("--optimizer-overrides", "[1]", "a dict"),
+    ("--checkpoint-modules", "a b", "auto, or names with wildcards"),
+    ("--loading-horizon", "-1", "0 or more"),
     ("--validate-interval", "0", "a number above 0"),
     ("--log-interval", "0", "a number above 0"),
 ]
@@ -140,6 +142,7 @@ def test_a_yaml_file_that_cannot_be_meant(refuse: Refuse, tmp_path: Path, text: 
         (("--devices", "cpu", "--ranks", "2"), ("--devices cpu names 1", "--ranks 2", "leave")),
         (("--optimizer", "adma"), ("--optimizer adma", "did you mean adam")),
         (("--lr-scheduler", "cosinus"), ("--lr-scheduler cosinus", "did you mean cosine?")),
+        (("--offload-dir", "/tmp"), ("--offload-dir /tmp", "but they stay", "add --offload-activations")),
         (("--batch-siez", "3"), ("unknown option --batch-siez", "did you mean --batch-size?")),
     ],
     ids=lambda value: value[-2] if isinstance(value[-1], str) and value[0].startswith("--") else "",

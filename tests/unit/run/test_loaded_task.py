@@ -1,0 +1,40 @@
+"""What loading a task makes of the options of activations."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetseq import config as options
+from hetseq.errors import HetSeqError
+from hetseq.parallel.activation_checkpointing import is_checkpointed
+from hetseq.run.loaded_task import LoadedTask, load_material
+from tests.support.training import toy_words
+
+
+def loaded(*words: str) -> LoadedTask:
+    given = [*toy_words("TwoTerms"), *words]
+    return load_material(options.complete(options.parse(given)), torch.device("cpu"))
+
+
+def test_activations_stay_unless_asked_and_on_a_cpu_without_a_folder(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assert loaded().offload is None
+    assert caplog.messages == []
+    assert loaded("--offload-activations").offload is None
+    assert ["has no effect on a CPU" in text for text in caplog.messages] == [True]
+    offload = loaded("--offload-activations", "--offload-dir", str(tmp_path)).offload
+    assert offload is not None
+    offload.close()
+    with pytest.raises(HetSeqError, match="no file can be made there"):
+        loaded("--offload-activations", "--offload-dir", str(tmp_path / "absent"))
+
+
+def test_the_modules_that_are_named_run_again() -> None:
+    model = loaded("--checkpoint-modules", "body").model
+    assert [name for name, module in model.named_modules() if is_checkpointed(module)] == ["body"]
