@@ -149,6 +149,11 @@ def _check_left(config: Config, script: str, call: str) -> None:
             value = getattr(getattr(config, section), field.name)
             if field.name not in _LEFT and value != getattr(getattr(defaults, section), field.name):
                 flag = catalogue_of(SECTIONS)[field.name].flags[0]
+                if section == "memory":
+                    raise ConfigError(
+                        f"{flag} is for tasks: {script} decides what it keeps, and calls"
+                        " hetseq.checkpoint_activations(model) to keep less"
+                    )
                 raise ConfigError(
                     f"{flag} is the script's business: say it in {script}, or behind it if {script} takes it: {call}"
                     f" {flag} ..."
