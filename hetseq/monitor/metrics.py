@@ -157,11 +157,21 @@ class Metrics:
         if self._progress is not None:
             self._progress.set_total(steps)
 
-    def step(self, row: Row) -> None:
-        """Record and show one committed step; numbers may be Python's, NumPy's or tensors on the CPU. Never blocks."""
+    def step(self, row: Row, *, is_held: bool = False) -> None:
+        """Record and show one committed step; numbers may be Python's, NumPy's or tensors on the CPU. Never blocks.
+
+        A row that `is_held` is shown at once, and written at the next `release`, with all that is recorded after it.
+        """
         self._last.append({key: value for key, value in row.items() if key != "ranks"})
+        if self._recorder is not None:
+            (self._recorder.hold if is_held else self._recorder.release)()
         for sink in self._sinks:
             sink.step(row)
+
+    def release(self) -> None:
+        """Write the rows that were held."""
+        if self._recorder is not None:
+            self._recorder.release()
 
     def last_rows(self) -> tuple[Row, ...]:
         """The last rows, without the numbers of each rank, for the successor of a writer that died."""
@@ -326,9 +336,11 @@ class _Recorder:
             board = TensorBoard(directory.tensorboard, recording.hparams)
             self._trackers["tensorboard"] = TrackerThread(board, "tensorboard", self._passing)
         self._wakeup = threading.Condition()
-        # the four below are touched only while holding `_wakeup`
+        # those below are touched only while holding `_wakeup`
         self._waiting: deque[tuple[str, bytes]] = deque()  # (kind, line); kind: step, validation, event or course
-        self._waiting_bytes = 0
+        self._held: list[tuple[str, bytes]] = []  # the same, to be written after the next `release`
+        self._is_holding = False
+        self._waiting_bytes = 0  # of both
         self._is_closing = False
         self._lost = 0
         # A daemon, because a thread inside a hanging write can be neither stopped nor joined.
@@ -356,7 +368,20 @@ class _Recorder:
     def goes_back(self, step: int) -> None:
         self._put("course", {"step": step})
 
+    def hold(self) -> None:
+        """Write no row that comes from now on, until `release`; events go on."""
+        with self._wakeup:
+            self._is_holding = True
+
+    def release(self) -> None:
+        with self._wakeup:
+            self._waiting += self._held
+            self._held.clear()
+            self._is_holding = False
+            self._wakeup.notify()
+
     def close(self, *, deadline_s: float, code: int) -> None:
+        self.release()
         with self._wakeup:
             if self._is_closing:
                 return
@@ -382,7 +407,7 @@ class _Recorder:
         with self._wakeup:
             is_full = self._waiting_bytes + len(line) > MOST_WAITING_BYTES
             if not is_full:
-                self._waiting.append((kind, line))
+                (self._held if self._is_holding and kind != "event" else self._waiting).append((kind, line))
                 self._waiting_bytes += len(line)
                 self._wakeup.notify()
             self._lost += is_full
@@ -402,7 +427,7 @@ class _Recorder:
                 self._wakeup.wait_for(lambda: self._waiting or self._is_closing)
                 batch, is_last = list(self._waiting), self._is_closing
                 self._waiting.clear()
-                self._waiting_bytes = 0
+                self._waiting_bytes = sum(len(line) for _, line in self._held)
             for kind, group in itertools.groupby(batch, lambda entry: entry[0] == "course"):
                 lines = [*group]
                 if kind:

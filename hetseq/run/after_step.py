@@ -146,7 +146,9 @@ class AfterStep:
     def save_status(self, state: TrainingState) -> SaveStatus:
         """The fields about saving in this rank's row of the step being committed."""
         status = self._saver.status(state.position.step)
-        return status if self.shadows is None else replace(status, lacking=self.shadows.lacking)
+        if self.shadows is None:
+            return status
+        return replace(status, lacking=self.shadows.lacking, unsent=self.shadows.unsent)
 
     def before_update(self) -> None:
         """Keep the gradient for the shadows of the run, if there are any. Any rank, alone."""
@@ -169,8 +171,10 @@ class AfterStep:
         outcome = result.outcome
         self._saver.note_commit(outcome.rows)
         due = self.due(controller, result)
-        if self.shadows is not None:  # before its row is written: what a user sees should be on its way to them
+        if self.shadows is not None:
             self.shadows.after_update(controller, result, due)
+        if not outcome.unsent:
+            self._metrics.release()
         self._report(result, due.row)
         self._watch.see(result)
         self._saver.prepare_early()
@@ -297,7 +301,8 @@ class AfterStep:
     def _report(self, result: StepResult, row: Mapping[str, Any]) -> None:
         plan = result.plan
         self._metrics.saving(self._saver.progress())
-        self._metrics.step(_final(row))
+        # what a user sees no kill may take back: the row waits until a later commit tells that shadows have the step
+        self._metrics.step(_final(row), is_held=self.shadows is not None)
         if result.shift is not None:
             self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))
         now_s, run = time.monotonic(), self._status.run

@@ -88,6 +88,11 @@ class ShadowFeed:
         """A bit for each shadow that lacks the state and can take it, for the row of the next commit."""
         return sum(1 << outlet.place for outlet in self._outlets if outlet.wants_state())
 
+    @property
+    def unsent(self) -> bool:
+        """Whether a step has still to be sent to a shadow that follows, for the row of the next commit."""
+        return any(outlet.has_unsent_step() for outlet in self._outlets)
+
     def told(self) -> list[dict[str, Any]]:
         """What a viewer of the run may know of each shadow, as far as this rank knows it."""
         return [outlet.told() for outlet in self._outlets]

@@ -170,6 +170,11 @@ class Outlet:
         with self._changed:
             return self._lacks_state and self._is_connected and not self._waiting and not self._is_busy
 
+    def has_unsent_step(self) -> bool:
+        """Whether the shadow has the state, and something that it should have has not been handed to the network."""
+        with self._changed:
+            return not self._lacks_state and not self._has_state and (bool(self._waiting) or self._is_busy)
+
     def append(self, message: Message, lineage: Lineage) -> None:
         """Send a message after all others; the shadow has this lineage then."""
         with self._changed:

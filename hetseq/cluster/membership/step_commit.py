@@ -94,6 +94,7 @@ class SaveStatus:
     keep: bool = False  # the state after this step should stay in memory, for a restart after a kill
     sealed: bool = True  # the newest state in memory would be valid after the death of this rank, or of its node
     lacking: int = 0  # a bit for each shadow that lacks the state, as far as this rank knows, and waits for it
+    unsent: bool = False  # this rank has still to send a step before this one to a shadow that follows
     making_us: int = 0  # how long that state took to become so; sent if the format has owners
 
 
@@ -132,7 +133,8 @@ class RowFormat:
         seconds += [cost.fixed_s, cost.per_unit_s, cost.per_batch_s] if cost else [0.0, math.inf, 0.0]
         floats = [*seconds, row.partial.square, row.norm, *row.next_counts, *row.sums]
         flags = int(row.wish) | int(saving.save) << 8 | int(saving.writing) << 9 | int(saving.keep) << 10
-        flags |= int(saving.sealed) << 11 | int(saving.failed) << 12 | saving.lacking << _LACKING
+        flags |= int(saving.sealed) << 11 | int(saving.failed) << 12 | int(saving.unsent) << 13
+        flags |= saving.lacking << _LACKING
         integers = [row.digest, int(row.vote), row.next_samples, flags, saving.nonce, row.partial.samples]
         integers += [measured.memory_bytes, measured.memory_limit_bytes, (cost and cost.batch) or 0]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
@@ -177,6 +179,7 @@ class RowFormat:
                 keep=bool(flags >> 10 & 1),
                 sealed=bool(flags >> 11 & 1),
                 failed=bool(flags >> 12 & 1),
+                unsent=bool(flags >> 13 & 1),
                 lacking=flags >> _LACKING & (1 << MOST_SHADOWS) - 1,
                 making_us=making_us,
             ),
@@ -199,6 +202,7 @@ class Outcome:
     writing: bool  # some rank is still writing its part of the current checkpoint
     failed: tuple[int, ...]  # the ranks that failed to write their part of it
     lacking: int  # a bit for each shadow to which all ranks send the state after this step
+    unsent: bool  # a rank has still to send a step before this one to a shadow that follows
     keep: bool  # keep the state in memory; on all ranks it may replace the copy before the newest
     next_counts: tuple[float, ...] | None  # None unless every sample of the next step was counted
     rows: tuple[CommitRow, ...]
@@ -239,6 +243,7 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[i
         writing=any(row.saving.writing for row in rows),
         failed=tuple(rank for rank, row in enumerate(rows) if row.saving.failed),
         lacking=functools.reduce(operator.or_, (row.saving.lacking for row in rows)),
+        unsent=any(row.saving.unsent for row in rows),
         keep=rows[0].saving.keep and all(row.saving.sealed for row in rows),
         next_counts=add_in_rank_order([row.next_counts for row in leading]) if is_counted else None,
         rows=tuple(rows),

@@ -78,6 +78,8 @@ def bits(row: CommitRow) -> tuple[object, ...]:
         replace(saying(save=True, nonce=2**63 - 1), vote=Vote.REDO, digest=2**63 - 1, next_samples=0),
         replace(ROW, used=np.array([False, False, False])),
         saying(writing=True, keep=True, sealed=False),
+        saying(unsent=True, lacking=0),
+        saying(unsent=True, lacking=(1 << 8) - 1, failed=True),
         replace(saying(save=True, keep=True, sealed=True), wish=Wish.STOP),
         saying(save=True, writing=True, sealed=False),
         saying(writing=True, failed=True),
@@ -246,6 +248,14 @@ def test_rank_zero_alone_says_whether_to_save_and_under_which_name() -> None:
     assert (saved.save, saved.nonce) == (True, 5)
     not_saved = resolve([other, zero], next_samples=0)
     assert (not_saved.save, not_saved.nonce) == (False, 9)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_a_step_is_with_the_shadows_once_no_rank_has_to_send_it(rank: int | None) -> None:
+    rows = [saying(unsent=False), saying(unsent=False)]
+    if rank is not None:
+        rows[rank] = saying(unsent=True)
+    assert resolve(rows, next_samples=16).unsent == (rank is not None)
 
 
 def test_a_state_is_kept_if_rank_zero_says_so_and_the_one_before_is_sealed_on_every_rank() -> None:

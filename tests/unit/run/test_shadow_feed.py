@@ -168,7 +168,12 @@ def test_a_shadow_that_takes_nothing_has_two_steps_waiting_and_the_other_one_goe
         for outlet in (stopped, quick):
             if outlet in takers:
                 outlet.append(Message({}, buffer=buffer), Lineage(step, 1))
+            else:
+                outlet.lack(Lineage(step, 1))
+        assert (stopped.has_unsent_step(), quick.has_unsent_step()) == (step < 7, True)
         quick._drop(quick._waiting.popleft())
+        assert not quick.has_unsent_step()
+        assert feed.unsent == (step < 7)
     assert len({id(buffer) for buffer in feed._buffers if buffer.users}) == 2
 
 

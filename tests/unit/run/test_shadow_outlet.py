@@ -70,6 +70,7 @@ def test_a_shadow_whose_connection_was_lost_may_lack_what_followed_its_last_step
     outlet.append(Message({"kind": "after", "step": 5}, [memoryview(bytes(64 << 20))]), NEXT)
     links.readers[0].clear()
     until(lambda: outlet.sent_steps == 1 and not outlet._waiting, "it is being sent")
+    assert outlet.has_unsent_step()
     links._forget(0)
     until(lambda: not outlet._is_connected, "the rank notices it")
     read_until(links, outlet.can_take_state, "the rank is connected again", lineage=NEXT)
