@@ -14,7 +14,7 @@ import torch
 
 from hetseq.comm.peer_errors import PeerErrors
 from hetseq.comm.shared_memory import OfferedMemory, SharedMemoryRanks
-from hetseq.comm.slices import Transfer, add_in_order
+from hetseq.comm.slices import Transfer, add_in_order, own_slice
 
 _PIECE = 1 << 16  # elements added at once if there are more than two terms: they stay in the cache
 
@@ -65,18 +65,29 @@ class SharedSlices:
         self.sent_bytes += sum(sent.values()) if outgoing else 0
         return self._begin("gradients", outgoing, needed, add_up if total.numel() else None, total.dtype)
 
-    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
-        def copy(others: dict[int, torch.Tensor]) -> None:
-            for owner, part in others.items():
-                flat[bounds[owner] : bounds[owner + 1]].copy_(part[bounds[owner] : bounds[owner + 1]])
+    def gather(
+        self,
+        flat: torch.Tensor | None,
+        *,
+        bounds: Sequence[int],
+        takers: Sequence[int],
+        own: torch.Tensor | None = None,
+    ) -> Transfer:
+        slice_ = own_slice(flat, bounds, self.ranks.rank, own, takers)
 
-        elements = bounds[self.ranks.rank + 1] - bounds[self.ranks.rank]
-        outgoing = {taker: flat for taker in takers if taker != self.ranks.rank and elements}
-        self.sent_bytes += len(outgoing) * elements * flat.itemsize
-        is_taker = self.ranks.rank in takers
+        def copy(others: dict[int, torch.Tensor]) -> None:
+            assert flat is not None
+            for owner, part in others.items():
+                begin, end = bounds[owner], bounds[owner + 1]
+                flat[begin:end].copy_(part[begin:end] if own is None else part[: end - begin])
+
+        offered = flat if own is None else own
+        outgoing = {taker: offered for taker in takers if taker != self.ranks.rank and slice_.numel()}
+        self.sent_bytes += len(outgoing) * slice_.nbytes
+        is_taker = flat is not None and self.ranks.rank in takers
         needed = [rank for rank in self._others if is_taker and bounds[rank] < bounds[rank + 1]]
-        self.received_bytes += sum(bounds[owner + 1] - bounds[owner] for owner in needed) * flat.itemsize
-        return self._begin("parameters", outgoing, needed, copy if needed else None, flat.dtype)
+        self.received_bytes += sum(bounds[owner + 1] - bounds[owner] for owner in needed) * slice_.itemsize
+        return self._begin("parameters", outgoing, needed, copy if needed else None, slice_.dtype)
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
         def copy(others: dict[int, torch.Tensor]) -> None:
@@ -94,7 +105,7 @@ class SharedSlices:
     def _begin(
         self,
         what: str,
-        outgoing: dict[int, torch.Tensor],
+        outgoing: Mapping[int, torch.Tensor | None],
         needed: Sequence[int],
         read: Callable[[dict[int, torch.Tensor]], None] | None,
         dtype: torch.dtype,
@@ -102,6 +113,7 @@ class SharedSlices:
         unread = {}
         with PeerErrors(what, self.deadline_s()):
             for taker, tensor in outgoing.items():
+                assert tensor is not None
                 memory = self._memory[tensor.data_ptr()]
                 unread[taker] = self.ranks.offer(taker, memory, timeout_s=self.deadline_s())
         offers = {giver: self.ranks.expect(giver) for giver in needed}

@@ -66,11 +66,19 @@ class SliceExchange(Protocol):
         """
         ...
 
-    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
+    def gather(
+        self,
+        flat: torch.Tensor | None,
+        *,
+        bounds: Sequence[int],
+        takers: Sequence[int],
+        own: torch.Tensor | None = None,
+    ) -> Transfer:
         """Begin to write the slices of all owners to `flat`, (elements,), of the ranks `takers`.
 
-        On each rank `flat` holds the own slice, which must not change before the transfer is over.
-        Raises PeerLostError.
+        On each rank `flat` holds the own slice. Or `own`, (own elements,), from `memory`, is that slice, on all ranks;
+        then `flat` may be any memory, and None on ranks that take nothing. The own slice must not change before the
+        transfer is over. Raises PeerLostError.
         """
         ...
 
@@ -164,10 +172,18 @@ class TaggedSlices:
         self.received_bytes += len(sources) * total.nbytes
         return self._begin("gradients", outgoing, post, give_back)
 
-    def gather(self, flat: torch.Tensor, *, bounds: Sequence[int], takers: Sequence[int]) -> Transfer:
-        own = flat[bounds[self._rank] : bounds[self._rank + 1]]
+    def gather(
+        self,
+        flat: torch.Tensor | None,
+        *,
+        bounds: Sequence[int],
+        takers: Sequence[int],
+        own: torch.Tensor | None = None,
+    ) -> Transfer:
+        own = own_slice(flat, bounds, self._rank, own, takers)
         outgoing = {taker: own for taker in takers if taker != self._rank and own.numel()}
-        return self._exchange("parameters", outgoing, self._outgoing(flat, bounds) if self._rank in takers else {})
+        is_taker = flat is not None and self._rank in takers
+        return self._exchange("parameters", outgoing, self._outgoing(flat, bounds) if is_taker else {})
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
         return self._exchange("the state", dict(outgoing), dict(incoming))
@@ -257,6 +273,19 @@ class TaggedSlices:
     def _gloo(self) -> dist.ProcessGroup:
         assert self._transport is not None, "a world of one sends nothing"
         return self._transport()
+
+
+def own_slice(
+    flat: torch.Tensor | None, bounds: Sequence[int], rank: int, own: torch.Tensor | None, takers: Sequence[int]
+) -> torch.Tensor:
+    """The slice that a rank gives in a `gather`; a taker with a slice in memory of its own copies it to `flat`."""
+    begin, end = bounds[rank], bounds[rank + 1]
+    if own is None:
+        assert flat is not None, "the own slice lies in it"
+        return flat[begin:end]
+    if flat is not None and rank in takers:
+        flat[begin:end].copy_(own, non_blocking=True)
+    return own
 
 
 def _on_host(piece: torch.Tensor) -> torch.Tensor:

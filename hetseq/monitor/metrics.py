@@ -157,19 +157,19 @@ class Metrics:
         if self._progress is not None:
             self._progress.set_total(steps)
 
-    def step(self, row: Row, *, is_held: bool = False) -> None:
-        """Record and show one committed step; numbers may be Python's, NumPy's or tensors on the CPU. Never blocks.
-
-        A row that `is_held` is shown at once, and written at the next `release`, with all that is recorded after it.
-        """
+    def step(self, row: Row) -> None:
+        """Record and show one committed step; numbers may be Python's, NumPy's or tensors on the CPU. Never blocks."""
         self._last.append({key: value for key, value in row.items() if key != "ranks"})
-        if self._recorder is not None:
-            (self._recorder.hold if is_held else self._recorder.release)()
         for sink in self._sinks:
             sink.step(row)
 
+    def hold(self) -> None:
+        """Show the rows that come from now on at once, but write them only after `release`; events are written."""
+        if self._recorder is not None:
+            self._recorder.hold()
+
     def release(self) -> None:
-        """Write the rows that were held."""
+        """Write the rows that were held, and later ones as they come."""
         if self._recorder is not None:
             self._recorder.release()
 

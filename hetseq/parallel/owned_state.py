@@ -18,7 +18,7 @@ from hetseq.checkpoint import TensorSlice
 from hetseq.comm.group import Group
 from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.optimizer_trial import inner_optimizers, try_out, walk
-from hetseq.parallel.owned_gradients import Fragment, OwnedGradients
+from hetseq.parallel.owned_units import Fragment, OwnedUnits
 from hetseq.parallel.state_move import Held, move
 
 _NO_CUT = -1  # of a whole state: no generation has cut it
@@ -150,7 +150,7 @@ class OwnedState:
         is_alike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
         return is_alike and key not in self._common_keys
 
-    def adopt_(self, reducer: OwnedGradients, *, cut: int) -> None:
+    def adopt_(self, reducer: OwnedUnits, *, cut: int) -> None:
         """Put the fragments of this rank into the optimizer's groups; state that exists is cut accordingly.
 
         `cut` is the generation that cut the state like this.
@@ -165,7 +165,7 @@ class OwnedState:
         }
         self._put_in(reducer, state, cut)
 
-    def take_over_(self, reducer: OwnedGradients, group: Group, *, cut: int) -> tuple[int, ...]:
+    def take_over_(self, reducer: OwnedUnits, group: Group, *, cut: int) -> tuple[int, ...]:
         """Move the state to the owners by the cuts of `reducer`, on all ranks of a generation; a rank that joins holds
         nothing yet. Returns the bytes of the optimizer's state that each rank got, (world_size,). Collective.
 
@@ -176,7 +176,7 @@ class OwnedState:
         self._put_in(reducer, state, cut)
         return tuple(moved[:, 0].tolist())
 
-    def _put_in(self, reducer: OwnedGradients, state: Mapping[int, Mapping[str, Any]], cut: int) -> None:
+    def _put_in(self, reducer: OwnedUnits, state: Mapping[int, Mapping[str, Any]], cut: int) -> None:
         groups, own = self.optimizer.param_groups, reducer.own_fragments
         for group, members in zip(groups, self._members):
             places = [self._places.get(one) for one in members]  # None: it was frozen before, and stays in its group

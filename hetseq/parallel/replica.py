@@ -24,7 +24,7 @@ from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
-from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
@@ -170,7 +170,7 @@ class Replica:
         """What this rank owns, and has sent and received since the last call; None for a replica."""
         if self.owned is None:
             return None
-        assert isinstance(self.reducer, OwnedGradients)
+        assert isinstance(self.reducer, OwnedUnits)
         sent, received = self.reducer.traffic()
         return OwnedBytes(self.owned.bytes(), sent, received, self.owned.planned_bytes)
 
@@ -182,7 +182,7 @@ class Replica:
 
     def is_owner(self, rank: int) -> bool:
         """Whether a rank owns a part of the state that no other rank has."""
-        return isinstance(self.reducer, OwnedGradients) and self.reducer.ownership.owned_by(rank) > 0
+        return isinstance(self.reducer, OwnedUnits) and self.reducer.ownership.owned_by(rank) > 0
 
     def take_over_parts(self, group: Group) -> tuple[int, ...]:
         """Move the parts of the state to the owners of a new generation. Collective.
@@ -191,7 +191,7 @@ class Replica:
         """
         if self.owned is None:
             return ()
-        assert isinstance(self.reducer, OwnedGradients)
+        assert isinstance(self.reducer, OwnedUnits)
         return self.owned.take_over_(self.reducer, group, cut=group.generation)
 
     def changed_by_forward(self) -> set[str]:

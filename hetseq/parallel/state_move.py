@@ -20,7 +20,7 @@ import torch
 
 from hetseq.comm.directory_groups import gather_texts
 from hetseq.comm.group import Group
-from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_units import OwnedUnits
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ITSELF = ""  # the key under which a parameter's own values travel
@@ -40,7 +40,7 @@ class Held:
 
 
 @torch.no_grad()
-def move(held: Mapping[int, Held], reducer: OwnedGradients, group: Group) -> tuple[dict[int, dict[str, Any]], int]:
+def move(held: Mapping[int, Held], reducer: OwnedUnits, group: Group) -> tuple[dict[int, dict[str, Any]], int]:
     """Bring this rank all that it owns by the cuts of `reducer`: its parameters are set, its state is returned.
 
     `held` are the parts of earlier cuts, disjoint and together everything; empty on a rank that joins. Returns the
@@ -88,7 +88,7 @@ def _told(held: Mapping[int, Held]) -> str:
     return json.dumps(record)
 
 
-def _empty_state(keys: Mapping[str, Any], reducer: OwnedGradients, index: int) -> dict[str, Any]:
+def _empty_state(keys: Mapping[str, Any], reducer: OwnedUnits, index: int) -> dict[str, Any]:
     """The state of an own parameter, with memory for the values that are to come."""
     fragment, state = reducer.own_fragments[index], dict[str, Any]()
     device = fragment.owned.device
@@ -117,7 +117,7 @@ class _Item:
 
 
 def _items(
-    unit: list[int], giver: int, taker: int, table: np.ndarray[Any, Any], told: Sequence[Told], reducer: OwnedGradients
+    unit: list[int], giver: int, taker: int, table: np.ndarray[Any, Any], told: Sequence[Told], reducer: OwnedUnits
 ) -> Iterator[_Item]:
     """What one rank sends to another of a unit, in order; the same list on both."""
     for index in unit:
@@ -140,7 +140,7 @@ def _exchange_unit(
     held: Mapping[int, Held],
     table: np.ndarray[Any, Any],
     told: Sequence[Told],
-    reducer: OwnedGradients,
+    reducer: OwnedUnits,
     group: Group,
     new: dict[int, dict[str, Any]],
 ) -> int:
@@ -181,7 +181,7 @@ def _source(one: Held, item: _Item) -> torch.Tensor:
     return values if item.is_whole else values.flatten()[item.begin - one.begin : item.end - one.begin]
 
 
-def _put(item: _Item, values: torch.Tensor, reducer: OwnedGradients, new: dict[int, dict[str, Any]]) -> None:
+def _put(item: _Item, values: torch.Tensor, reducer: OwnedUnits, new: dict[int, dict[str, Any]]) -> None:
     fragment = reducer.own_fragments[item.index]
     target = fragment.owned.detach() if item.key == _ITSELF else new[item.index][item.key]
     if item.is_whole:

@@ -204,6 +204,7 @@ class AfterStep:
 
         Parts that were done are repeated: a row is written twice, and a checkpoint gets another name.
         """
+        self._metrics.release()  # in a generation without shadows no commit tells anything
         self._metrics.step(_final(due.row))
         group = controller.group
         due = replace(due, nonce=(due.nonce + group.generation) % _NONCES)
@@ -301,8 +302,10 @@ class AfterStep:
     def _report(self, result: StepResult, row: Mapping[str, Any]) -> None:
         plan = result.plan
         self._metrics.saving(self._saver.progress())
-        # what a user sees no kill may take back: the row waits until a later commit tells that shadows have the step
-        self._metrics.step(_final(row), is_held=self.shadows is not None)
+        if self.shadows is not None:
+            # what a user sees no kill may take back: the row waits until a later commit tells that they have the step
+            self._metrics.hold()
+        self._metrics.step(_final(row))
         if result.shift is not None:
             self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))
         now_s, run = time.monotonic(), self._status.run

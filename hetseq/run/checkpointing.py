@@ -23,7 +23,7 @@ from hetseq.cluster.membership.step_commit import CommitRow, Outcome, SaveStatus
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import WITHOUT_END, CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
-from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.replica import Replica, tied_names
 from hetseq.run.foreign_parts import with_foreign_parts
 from hetseq.run.image_making import say_what_protects
@@ -458,7 +458,7 @@ class Saver:
         task_tensors = self._replica.task_state.content()[0]
         if self._replica.owned is not None and self._sharing.count > 1:
             reducer, common = self._replica.reducer, frozenset(self._replica.common_model_tensors())
-            assert isinstance(reducer, OwnedGradients)
+            assert isinstance(reducer, OwnedUnits)
             tensors = with_foreign_parts(tensors, common, reducer.exchange, self._sharing)
         tensors |= task_tensors
         if self._config.no_save_optimizer_state:

@@ -10,7 +10,7 @@ import logging
 from hetseq.checkpoint.images import Images, Protection
 from hetseq.comm.group import Group
 from hetseq.config.sections import CheckpointConfig
-from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.replica import Replica
 from hetseq.run_directory import RunDirectory
 
@@ -26,7 +26,7 @@ def make_images(
     """
     if replica.owned is None or not config.memory_interval_updates:
         return None
-    assert isinstance(replica.reducer, OwnedGradients)
+    assert isinstance(replica.reducer, OwnedUnits)
     ownership = replica.reducer.ownership
     owned = [float(ownership.owned_by(rank)) for rank in range(group.world_size)]
     return Images(

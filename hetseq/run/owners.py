@@ -33,8 +33,9 @@ from hetseq.comm.group import Group, Rows
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
-from hetseq.parallel.owned_gradients import OwnedGradients, ownership_of
+from hetseq.parallel.owned_gradients import OwnedGradients, units_of
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
+from hetseq.parallel.owned_units import ownership_of
 from hetseq.parallel.replica import trained_parameters
 from hetseq.system import device_memory, host_memory
 
@@ -83,7 +84,7 @@ def make_reducer(
     owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
     if is_first:
         ownership = ownership_of(
-            list(names), division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors
+            list(names), units_of(list(names), bucket_bytes), division.fractions, cuts_tensors=cuts_tensors
         )  # fmt: skip
         _refuse_what_lacks_room(ownership, division, names, optimizer, config, cuts_tensors=cuts_tensors)
     reducer = OwnedGradients(

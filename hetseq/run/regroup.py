@@ -26,7 +26,7 @@ from hetseq.cluster.membership.decide import Record
 from hetseq.comm.directory_groups import DirectoryGroups, gather_texts, send_bytes
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.parallel.checksums import checksums
-from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import (
@@ -151,7 +151,7 @@ def go_back(
     group, record = sharing.whole, succession.record
     assert images is not None, "all ranks of a run that makes images make them"
     if replica.owned is not None:
-        assert isinstance(replica.reducer, OwnedGradients)
+        assert isinstance(replica.reducer, OwnedUnits)
         replica.owned.adopt_(replica.reducer, cut=group.generation)  # without a state
     faults.point("transfer")
     try:

@@ -70,6 +70,13 @@ def transfer(group: Group, kind: str, rounds: int) -> dict[str, Any]:
             gathered.wait()
             facts["right"] &= torch.equal(whole, wanted) or group.rank not in active
             exchange.release(whole)
+            lo, hi = bounds[group.rank], bounds[group.rank + 1]
+            own = exchange.memory(hi - lo, torch.float32, CPU)  # in memory of its own
+            own.copy_(total)
+            taken = torch.full((elements,), torch.nan) if group.rank in active else None
+            exchange.gather(taken, bounds=bounds, takers=active, own=own).wait()
+            facts["right"] &= taken is None or torch.equal(taken, wanted)
+            exchange.release(own)
     exchange.close()
     return {**facts, "sent": exchange.sent_bytes // rounds, "received": exchange.received_bytes // rounds}
 
@@ -82,9 +89,9 @@ def test_sums_reach_their_owners_and_slices_those_that_compute(kind: str) -> Non
         sent = received = 0
         for elements, bounds, active in CASES:
             own, others = bounds[rank + 1] - bounds[rank], len(set(active) - {rank})
-            out = (elements - own if rank in active else 0) + own * others
-            sent += 4 * out  # gradients to the other owners, the own parameters to all others that compute
-            received += 4 * (own * others + (elements - own if rank in active else 0))
+            out = (elements - own if rank in active else 0) + 2 * own * others
+            sent += 4 * out  # gradients to the other owners, twice the own parameters to all others that compute
+            received += 4 * (own * others + 2 * (elements - own if rank in active else 0))
         assert (facts["sent"], facts["received"]) == (sent, received)
 
 

@@ -130,19 +130,20 @@ def test_a_row_that_is_held_and_what_follows_it_are_written_once_it_is_released(
 
     metrics.step(row(1))
     assert written(1) == [1]
-    metrics.step(row(2), is_held=True)
+    metrics.hold()
+    metrics.step(row(2))
     metrics.validation({"step": 2, "epoch": 1, "valid_loss": 0.5})
     metrics.event("save", step=2)
     assert written(1) == [1]  # the write was that of the event
     assert [event["step"] for event in read_events(directory.events)] == [2]
     metrics.release()
     assert written(1) == [1, 2, 2]
-    metrics.step(row(3), is_held=True)
-    metrics.step(row(4))  # a run that nobody follows any more
-    assert written(1) == [1, 2, 2, 3, 4]
-    metrics.step(row(5), is_held=True)
+    metrics.step(row(3))
+    assert written(1) == [1, 2, 2, 3]
+    metrics.hold()
+    metrics.step(row(4))
     metrics.close()
-    assert written(1) == [1, 2, 2, 3, 4, 5]
+    assert written(1) == [1, 2, 2, 3, 4]
 
 
 def test_advice_is_an_event_and_a_hint_of_the_display_and_no_warning(
