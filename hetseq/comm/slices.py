@@ -182,8 +182,8 @@ class TaggedSlices:
     ) -> Transfer:
         own = own_slice(flat, bounds, self._rank, own, takers)
         outgoing = {taker: own for taker in takers if taker != self._rank and own.numel()}
-        is_taker = flat is not None and self._rank in takers
-        return self._exchange("parameters", outgoing, self._outgoing(flat, bounds) if is_taker else {})
+        incoming = self._outgoing(flat, bounds) if flat is not None and self._rank in takers else {}
+        return self._exchange("parameters", outgoing, incoming)
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
         return self._exchange("the state", dict(outgoing), dict(incoming))

@@ -505,9 +505,16 @@ class DistributedConfig:
     )
     shard_model: str = option(
         "none",
-        "where optimizer state and gradient sums live: on every rank (none), divided among the ranks (state), or on"
-        " every rank if each has room for them, else divided (auto)",
-        choices=("none", "state", "auto"),
+        "where parameters, optimizer state and gradient sums live: on every rank (none); the last two divided among the"
+        " ranks (state); all divided, so that a rank has whole layers only while it computes them (all); or none where"
+        " each rank has room for that, else state (auto)",
+        choices=("none", "state", "all", "auto"),
+    )
+    shard_modules: tuple[str, ...] = option(
+        ("auto",),
+        "with --shard-model all: modules whose parameters come and go together, in the order of forward: names with"
+        " wildcards, as in 'encoder.layer.*', or auto, the layers of the model",
+        metavar="PATTERN[,PATTERN...]",
     )
     own: str = option(
         "auto",

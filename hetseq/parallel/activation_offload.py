@@ -58,7 +58,8 @@ class ActivationOffload:
         Raises RuntimeError in forward or backward if a kept tensor was changed in place, as autograd does, and
         HetSeqError if the tier fails.
         """
-        stay = {one.untyped_storage().data_ptr() for one in (*self._model.parameters(), *self._model.buffers())}
+        # by the storage itself: that of a parameter that comes and goes has no address yet
+        stay = {one.untyped_storage()._cdata for one in (*self._model.parameters(), *self._model.buffers())}
         device = next(self._model.parameters()).device
         self.facts = OffloadFacts()
 
@@ -70,7 +71,7 @@ class ActivationOffload:
             is_large = tensor.nbytes >= self._least_bytes
             # of a part of a larger tensor the whole would stay, and its copy could have other strides
             is_whole = storage.nbytes() == tensor.nbytes and _is_dense(tensor)
-            return is_large and is_whole and storage.data_ptr() not in stay
+            return is_large and is_whole and storage._cdata not in stay
 
         one = _MicroBatch(self._tier, self._horizon, may_leave, self.facts)
         with saved_tensors_hooks(one.pack, one.unpack):

@@ -38,9 +38,10 @@ Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
 class GradientSync(Protocol):
     """The interface through which a training step turns one rank's gradients into those of the whole step.
 
-    Per step: `begin()`; `backward` for each micro-batch, with `expect_last()` before the last one; `finish()`.
-    Afterwards `.grad` of every parameter is the gradient of the whole step. A rank without micro-batches calls only
-    `begin` and `finish`. Gradients are summed, never divided: losses were divided by their global counts.
+    Per step: `begin()`; for each micro-batch a `round()` with forward and `backward`, with `expect_last()` before the
+    last one; `finish()`. Afterwards `.grad` of every parameter is the gradient of the whole step. A rank without
+    micro-batches calls only `begin` and `finish`. Gradients are summed, never divided: losses were divided by their
+    global counts.
     """
 
     @property
@@ -63,6 +64,28 @@ class GradientSync(Protocol):
 
     def changed(self) -> None:
         """Take note that an update has changed the parameters of which this rank is the owner. Every rank calls it."""
+        ...
+
+    def rounds(self, needed: int) -> int:
+        """How many micro-batches each rank's share should have, if this rank's memory needs `needed` of them.
+
+        0 where the ranks do not compute micro-batch by micro-batch together. Collective.
+        """
+        ...
+
+    def round(self, pause: Pause = nullcontext, *, measures: bool = False) -> AbstractContextManager[None]:
+        """Context of a micro-batch, in which the parameters are here; waits for others happen in `pause()`.
+
+        With `measures` the norm of its gradient can be asked for afterwards (`norm_so_far`). Raises PeerLostError.
+        """
+        ...
+
+    def serve(self) -> None:
+        """Take part in the rounds of other ranks, until no rank has one. Collective. Raises PeerLostError."""
+        ...
+
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Context in which rounds are forwards only, on all ranks; the model may run several times in one of them."""
         ...
 
     def begin(self) -> None:
@@ -127,7 +150,26 @@ class GradientSync(Protocol):
         ...
 
 
-class Gradients:
+class WithoutRounds:
+    """The verbs of `GradientSync` for ranks that have whole parameters: no rank waits for another in a micro-batch."""
+
+    def rounds(self, needed: int) -> int:
+        return 0
+
+    def round(self, pause: Pause = nullcontext, *, measures: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def serve(self) -> None:
+        pass
+
+    def without_gradients(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+NO_ROUNDS = WithoutRounds()
+
+
+class Gradients(WithoutRounds):
     """The gradients of `parameters` on a rank that trains alone; `.grad` is None for a parameter without one."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -1,9 +1,9 @@
 """Gradients that are summed to their owners: each rank keeps the sums, and later the state, of its part only.
 
 Every rank has all parameters, but of the elements that other ranks own only a copy, which is brought up to date at the
-start of a step. A unit (`owned_units`) is about as large as a bucket, in a fixed order that follows backward. Memory for
-its gradients exists from the first gradient until all owners have their sums. So state of the optimizer takes room in
-proportion to what a rank owns, and gradients only as long as they travel.
+start of a step. A unit (`owned_units`) is about as large as a bucket, in a fixed order that follows backward. Memory
+for its gradients exists from the first gradient until all owners have their sums. So state of the optimizer takes room
+in proportion to what a rank owns, and gradients only as long as they travel.
 
 Every rank names the transfers of a step in the same order, whether it has samples or not: first the parameters, unit
 by unit as forward needs them, then the gradients, unit by unit as backward completes them. Sums are added in rank
@@ -21,11 +21,11 @@ import torch
 from hetseq.comm.group import Group
 from hetseq.comm.slices import Transfer
 from hetseq.parallel.gradient_memory import lending
-from hetseq.parallel.gradient_sync import Pause, are_finite, buckets_of, norm_of
+from hetseq.parallel.gradient_sync import Pause, WithoutRounds, are_finite, buckets_of, norm_of
 from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
 
 
-class OwnedGradients(OwnedUnits):
+class OwnedGradients(WithoutRounds, OwnedUnits):
     """As `GradientSync`, with owners. `.grad` of the `fragments` is the gradient of the step; the model's have none."""
 
     def __init__(

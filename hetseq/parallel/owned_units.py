@@ -141,6 +141,10 @@ class OwnedUnits:
         before, self._counted = self._counted, now
         return now[0] - before[0], now[1] - before[1]
 
+    def changed(self) -> None:
+        """Take note that an update has changed what this rank owns. Every rank calls it."""
+        raise NotImplementedError
+
     # a step
 
     def begin(self) -> None:

@@ -24,8 +24,9 @@ from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
-from hetseq.parallel.owned_units import OwnedUnits
+from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
+from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.task_state import TaskState
 from hetseq.system import device_memory as memory
 
@@ -60,6 +61,16 @@ class Replica:
         """The names of the parameters whose gradients are summed, in the order of `GradientSync.used`."""
         return list(self._by_name)
 
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters of `trained_names`."""
+        return list(self._names)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether this rank has whole parameters between two steps; otherwise what it owns is all that lasts."""
+        return not isinstance(self.reducer, OwnedParameters)
+
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -71,6 +82,15 @@ class Replica:
             groups = groups if self.owned is None else self.owned.group_of()
             self._groups = [groups[parameter] for parameter in self._by_name.values()]
         return float(self._groups[int(np.argmax(used))]["lr"])
+
+    def refusing_absent(self, where: str) -> AbstractContextManager[object]:
+        """Context in which a use of parameters that are not here is a TaskError; `where` names the code inside it."""
+        if self.has_parameters or self.owned is None:
+            return nullcontext()
+        return RefusingParameters(
+            self.owned.names, where, "with --shard-model all no rank has whole parameters between two steps: use"
+            " --shard-model state",
+        )  # fmt: skip
 
     def refusing_parameters(self, where: str) -> AbstractContextManager[object]:
         """Context in which a use of parameters that other ranks own is a TaskError: they may be out of date.
@@ -308,7 +328,9 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 
 def _key_of(tensor: torch.Tensor) -> object:
     """A key that is equal for tensors that share their memory."""
-    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
+    # not by the address: parameters that come and go have none
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
 
 
 def load_model_(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -346,14 +368,17 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.device, one.data_ptr(), one.stride()) == (other.device, other.data_ptr(), other.stride())
 
 
-def begin_alike_(model: torch.nn.Module, group: Group) -> None:
+def begin_alike_(replica: Replica, group: Group) -> None:
     """Give all ranks the parameters and buffers of rank zero: other CPUs draw and round them slightly differently.
 
-    But not the base, which is known to be equal.
+    But not the base, which is known to be equal, nor parameters of which the owners have rank zero's already.
     """
     if group.world_size == 1:
         return
+    model = replica.model
     kept = {id(parameter) for parameter in base_parameters(model).values()}
+    if not replica.has_parameters:
+        kept |= {id(parameter) for parameter in replica.trained}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) in kept:

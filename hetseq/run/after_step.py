@@ -382,8 +382,9 @@ class AfterStep:
             told = f"validation after step {state.position.step - 1}"
             with amid(Phase.VALIDATION, Phase.BOUNDARY), noting(told), patience:
                 values = validator.evaluate(
-                    controller.task, controller.replica.model, controller.group, controller.pace.divide
-                )
+                    controller.task, controller.replica.model, controller.group, controller.pace.divide,
+                    controller.replica.reducer,
+                )  # fmt: skip
             if place == 0 and counts:
                 is_best = self._is_best(state, values)
             figures[validator.split] = dict(values)

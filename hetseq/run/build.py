@@ -193,7 +193,7 @@ def build_session(job: RankJob) -> Session:
         replica = build_replica(job, undo)
         sizes = micro_batch_sizes(job)
         validators = make_validators(job.config, job.material, sizes)
-        check_best_metric(job.config.validation, validators, job.material)
+        check_best_metric(job.config.validation, validators, job.material, replica.reducer)
         start = find_start(job, replica, undo)
         feed = build_feed(job, start.first, sizes, undo)
         reports = build_reports(job, replica, start, feed, validators, undo)
@@ -259,7 +259,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
         if beginning is None or (config.checkpoint.reset_dataloader and provenance.batch == asked):
             _check_batch_of_join(config, is_explicit=is_explicit)
         if beginning is None:
-            begin_alike_(job.material.model, job.group)
+            begin_alike_(replica, job.group)
     if job.carried is None:  # also on a rank that joins: its optimizer is new
         override(replica.optimizer, config.checkpoint)
     if images is not None:

@@ -33,9 +33,11 @@ from hetseq.comm.group import Group, Rows
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
+from hetseq.parallel.model_layers import find_layers
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
+from hetseq.parallel.owned_parameters import OwnedParameters, groups_of
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
-from hetseq.parallel.owned_units import ownership_of
+from hetseq.parallel.owned_units import OwnedUnits, ownership_of
 from hetseq.parallel.replica import trained_parameters
 from hetseq.system import device_memory, host_memory
 
@@ -83,15 +85,26 @@ def make_reducer(
         ), None  # fmt: skip
     owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
     if is_first:
-        ownership = ownership_of(
-            list(names), units_of(list(names), bucket_bytes), division.fractions, cuts_tensors=cuts_tensors
-        )  # fmt: skip
+        units = units_of(list(names), bucket_bytes)
+        if config.shard_model == "all":
+            layers = find_layers(model, config.shard_modules, flag="--shard-modules")
+            units = [unit for of_layer in groups_of(model, layers, list(names)) for unit in of_layer]
+        ownership = ownership_of(list(names), units, division.fractions, cuts_tensors=cuts_tensors)
         _refuse_what_lacks_room(ownership, division, names, optimizer, config, cuts_tensors=cuts_tensors)
-    reducer = OwnedGradients(
-        list(names), group, fractions=division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors,
-        dtype=torch.float64 if config.reduce_dtype is not None else None, moved=owned.follow_,
-    )  # fmt: skip
-    owned.earlier = owned.held()
+    dtype = torch.float64 if config.reduce_dtype is not None else None
+    reducer: OwnedGradients | OwnedParameters
+    if config.shard_model == "all":
+        owned.earlier = {} if is_first else owned.held()
+        reducer = OwnedParameters(
+            model, find_layers(model, config.shard_modules, flag="--shard-modules"), list(names), group,
+            fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype, begins=is_first,
+        )  # fmt: skip
+    else:
+        reducer = OwnedGradients(
+            list(names), group, fractions=division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors,
+            dtype=dtype, moved=owned.follow_,
+        )  # fmt: skip
+        owned.earlier = owned.held()
     memory = _model_memory(list(names))
     share = reducer.ownership.owned_by(group.rank) / max(1, reducer.ownership.total)
     in_use = device_memory.in_use_bytes(next(iter(names)).device)
@@ -321,7 +334,7 @@ def _rooms_and_limits(rows: Rows) -> tuple[list[int], list[int | None]]:
     return rooms, limits
 
 
-def _say_who_owns(reducer: OwnedGradients, slots: Sequence[int]) -> None:
+def _say_who_owns(reducer: OwnedUnits, slots: Sequence[int]) -> None:
     ownership = reducer.ownership
     parts = [
         f"rank {slot} {100 * ownership.owned_by(rank) / max(1, ownership.total):.3g} %"

@@ -21,7 +21,7 @@ from hetseq.errors import ConfigError
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.task import lengths_of, weights_of
 from hetseq.training.micro_batch_size import MicroBatchSizes
-from hetseq.training.validation import Validator
+from hetseq.training.validation import Rounds, Validator
 
 _NEVER = 10**9  # the epoch from which on samples are shuffled
 
@@ -147,11 +147,13 @@ def _learned(sizes: MicroBatchSizes) -> MicroBatchCap:
     return MicroBatchCap() if sizes.is_fixed else sizes.cap
 
 
-def check_best_metric(config: ValidationConfig, validators: list[Validator], material: LoadedTask) -> None:
+def check_best_metric(
+    config: ValidationConfig, validators: list[Validator], material: LoadedTask, rounds: Rounds
+) -> None:
     """Raise ConfigError for a --best-checkpoint-metric that validation does not give, before training begins."""
     name = config.best_checkpoint_metric
     if not validators or name == "loss":
         return
-    names = validators[0].names(material.task, material.model)
+    names = validators[0].names(material.task, material.model, rounds)
     if name not in names:
         raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(names)}; name one of them")

@@ -26,8 +26,8 @@ from hetseq.cluster.membership.decide import Record
 from hetseq.comm.directory_groups import DirectoryGroups, gather_texts, send_bytes
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.parallel.checksums import checksums
-from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.owned_state import OwnedState
+from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import (
     KnownSaves,

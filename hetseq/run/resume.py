@@ -163,7 +163,7 @@ def choose_checkpoint(
         which = "latest"
     into = target.replica.model_tensors() if target is not None else {}
     reads_parts = target is not None and target.replica.owned is not None and sharing.count == 1
-    if reads_parts and target is not None:
+    if target is not None and (reads_parts or not target.replica.has_parameters):
         into = target.replica.common_model_tensors()
 
     def accepts(loaded: Loaded, is_own: bool) -> bool:

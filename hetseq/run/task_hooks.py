@@ -58,7 +58,7 @@ class TaskHooks:
     """The hook of one task. Every rank calls `call` after the same steps."""
 
     def __init__(self, task: Task, state: TaskState) -> None:
-        self._task, self._state = task, state
+        self._task, self._state, self._name = task, state, f"{type(task).__name__}.after_step"
         self.is_used = is_overridden(task, "after_step")
         if is_overridden(task, "state_dict"):
             if not is_overridden(task, "load_state_dict"):
@@ -86,7 +86,8 @@ class TaskHooks:
             grad_norm=row["grad_norm"], lr=row["lr"], valid=figures, model=replica.model, optimizer=replica.optimizer,
         )  # fmt: skip
         training = [(module, module.training) for module in replica.model.modules()]
-        with replica.buffers.changing_alike(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        is_alike = replica.buffers.changing_alike()
+        with is_alike, torch.set_grad_enabled(torch.is_grad_enabled()), replica.refusing_absent(self._name):
             answer = self._task.after_step(step)
         for module, was_training in training:  # as a hook that evaluates may leave it
             module.training = was_training

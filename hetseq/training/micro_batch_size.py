@@ -32,6 +32,7 @@ class MicroBatchSizes:
         remember: Callable[[int], None] | None = None,
     ) -> None:
         self.cap = cap  # of coming steps
+        self._most = cap.samples  # what memory and options allow, where fewer are computed at once
         self.is_fixed, self.is_learning = is_fixed, is_learning
         self._remember = remember
         self._seen: dict[int, int] = {}  # samples -> most bytes they needed besides memory that stays allocated
@@ -58,6 +59,22 @@ class MicroBatchSizes:
         self._limit(half)
         return True
 
+    def needed(self, samples: int, cut: int) -> int:
+        """The number of micro-batches that a share of so many samples needs, which is `cut` into so many now."""
+        if self.is_fixed or self.cap.tokens is not None:
+            return cut
+        return min(samples, 1) if self._most is None else -(-samples // self._most)
+
+    def spread(self, samples: int, rounds: int) -> None:
+        """Cut shares of so many samples evenly into `rounds`, since all ranks compute that many together."""
+        if self.is_fixed or self.cap.tokens is not None or not samples:
+            return
+        even = -(-samples // rounds)
+        even = min(-(-even // self.cap.multiple) * self.cap.multiple, samples)
+        least = even if self._most is None else min(even, self._most)
+        if least != (self.cap.samples or samples):
+            self.cap = replace(self.cap, samples=least)
+
     def see(self, samples: int, needed_bytes: int) -> None:
         """Record that a micro-batch of `samples` needed at most `needed_bytes` for itself."""
         self._seen[samples] = max(self._seen.get(samples, 0), needed_bytes)
@@ -79,6 +96,7 @@ class MicroBatchSizes:
                 self._limit(most)
 
     def _limit(self, samples: int) -> None:
+        self._most = samples
         self.cap = replace(self.cap, samples=samples)
         if self._remember is not None:
             self._remember(samples)

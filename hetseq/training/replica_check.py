@@ -132,10 +132,11 @@ class ReplicaCheck:
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Live tensors by name, the base too; and other numbers as JSON, as far as a checkpoint could hold them.
 
-        Where ranks own parts of the state, only the parameters are on several of them.
+        Where ranks own parts of the state, only the parameters are on several of them, or not even these.
         """
         base = {f"model.{name}": tensor.detach() for name, tensor in base_parameters(self._replica.model).items()}
-        tensors, texts = {**base, **self._replica.model_tensors()}, dict[str, str]()
+        live = self._replica.model_tensors() if self._replica.has_parameters else self._replica.common_model_tensors()
+        tensors, texts = {**base, **live}, dict[str, str]()
         if self._replica.owned is not None:
             return tensors, texts
         optimizer_tensors, numbers = self._replica.optimizer_tensors()

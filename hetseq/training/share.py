@@ -93,6 +93,7 @@ class ShareComputer:
         """
         if self.sizes.is_learning:  # by the sizes of the previous step: by now the optimizer has allocated its memory
             self.sizes.foresee(memory.free_bytes(self.device))
+        self._cut_in_rounds(data)
         while True:
             if not all(self.sizes.holds(batch.size, batch.work) for batch in data.micro_batches):
                 data = fetch_again(data, self.sizes.cap)
@@ -111,6 +112,12 @@ class ShareComputer:
                 return Part((0.0,) * len(self.terms), (), (), is_whole=False)
             self.replica.buffers.restore_()
 
+    def _cut_in_rounds(self, data: StepData) -> None:
+        """Agree with the other ranks on how many micro-batches a share has, where they compute them together."""
+        needed = self.sizes.needed(data.samples, len(data.micro_batches))
+        if rounds := self.replica.reducer.rounds(needed):
+            self.sizes.spread(data.samples, rounds)
+
     def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, MicroBatch | None]:
         """Try the share as it is cut: returns the part, or the micro-batch that did not fit in memory."""
         totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
@@ -124,13 +131,14 @@ class ShareComputer:
             if number == len(data.micro_batches) - 1 and not is_kept:
                 self.replica.reducer.expect_last()
             seed_everything(derive_seed(self.seed, data.plan.step, batch.start))
-            with self.throttle.slowed(), self._watching_memory() as peak:
-                if not self._try(batch, counts, totals, uncounted):
+            is_measured = measures and number == 0
+            with self.throttle.slowed(self.clock.paused_s), self._watching_memory() as peak:
+                if not self._try(batch, counts, totals, uncounted, measures=is_measured):
                     return None, batch
             if peak is not None:
                 self.sizes.see(batch.size, peak.bytes)
             self.clock.mark()
-            if measures and number == 0:
+            if is_measured:
                 norm = self.replica.reducer.norm_so_far() / self.loss_scale
                 partial = PartialGradient(batch.size, norm**2)
         self._tell_of_offload()
@@ -180,13 +188,14 @@ class ShareComputer:
 
     def _try(
         self, batch: MicroBatch, counts: tuple[float, ...], totals: dict[int, torch.Tensor],
-        uncounted: dict[int, torch.Tensor],
+        uncounted: dict[int, torch.Tensor], *, measures: bool,
     ) -> bool:  # fmt: skip
         """Forward and backward of one micro-batch; adds to `totals` and `uncounted`. False if memory ran out."""
         try:
-            for index, total in self._micro_batch(batch, counts).items():
-                kind = totals if batch.counts[index] else uncounted
-                kind[index] = kind[index] + total if index in kind else total
+            with self.replica.reducer.round(self.clock.paused, measures=measures):
+                for index, total in self._micro_batch(batch, counts).items():
+                    kind = totals if batch.counts[index] else uncounted
+                    kind[index] = kind[index] + total if index in kind else total
         except (RuntimeError, MemoryError) as error:
             if not memory.is_exhausted(error):
                 raise

@@ -80,6 +80,10 @@ class MicroBatchClock:
             else:
                 self._pauses.append((len(self._events) - 1, before, _event()))
 
+    def paused_s(self) -> float:
+        """Seconds of the pauses of a CPU so far; of a GPU they are not known yet, and 0."""
+        return self._paused_s
+
     def laps(self) -> list[float]:
         """Seconds between neighbouring marks; waits for a GPU that has not done its work yet."""
         if not self._is_cuda:

@@ -9,7 +9,7 @@ such ranks share a core unnoticed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -28,13 +28,14 @@ class Throttle:
         return self.factor > 1
 
     @contextmanager
-    def slowed(self) -> Iterator[None]:
-        start, began = time.process_time(), time.perf_counter()
+    def slowed(self, waited_s: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+        """`waited_s` counts the seconds of waits for other ranks, which such a machine has besides."""
+        start, began, waited = time.process_time(), time.perf_counter(), waited_s()
         yield
         if not self.is_on:
             return
         # process time adds up over the threads of an operator, wall time does not
         lasts_s = self.factor * (time.process_time() - start) / torch.get_num_threads()
-        due = began + lasts_s - self._late_s
+        due = began + lasts_s + waited_s() - waited - self._late_s
         time.sleep(max(0.0, due - time.perf_counter()))
         self._late_s = min(max(0.0, time.perf_counter() - due), lasts_s)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from hetseq.comm.group import RowTransport, sum_floats
 from hetseq.data.loader import MicroBatch, Source, range_reader
 from hetseq.data.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.errors import DeviceMemoryError, TaskError
+from hetseq.parallel.gradient_sync import NO_ROUNDS
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums
 from hetseq.training.micro_batch_size import MicroBatchSizes
@@ -29,6 +30,16 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 T = TypeVar("T")
+
+
+class Rounds(Protocol):
+    """The verbs of `GradientSync` within which forwards run."""
+
+    def round(self) -> AbstractContextManager[None]: ...
+
+    def serve(self) -> None: ...
+
+    def without_gradients(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -46,17 +57,20 @@ class Validator:
     learned: Callable[[], MicroBatchCap] = MicroBatchCap  # the cap that training has learned for this rank so far
 
     def evaluate(
-        self, task: Task, model: torch.nn.Module, group: RowTransport, assign: Callable[[int], tuple[int, ...]]
-    ) -> dict[str, float]:
+        self, task: Task, model: torch.nn.Module, group: RowTransport, assign: Callable[[int], tuple[int, ...]],
+        rounds: Rounds = NO_ROUNDS,
+    ) -> dict[str, float]:  # fmt: skip
         """`{"loss": ..., term: ..., metric: ...}` over the whole split; every rank calls it and gets the same.
 
-        The loss is the weighted sum of the terms' means, in nats. Raises TaskError for metrics that change their names.
+        The loss is the weighted sum of the terms' means, in nats. In `rounds` the parameters of the model are here.
+        Raises TaskError for metrics that change their names.
         """
-        with self.judging(task, model):
-            names = self.metric_names(task, model)
+        with self.judging(task, model), rounds.without_gradients():
+            names = self.metric_names(task, model, rounds)
             totals = [0.0] * (2 * (len(self.terms) + len(names)))
-            for row in self.rows(task, model, names, self._own_pieces(group, assign)):
+            for row in self.rows(task, model, names, self._own_pieces(group, assign), rounds):
                 totals = [total + value for total, value in zip(totals, row, strict=True)]
+            rounds.serve()
         return self.figures(task, names, sum_floats(group, totals))
 
     @contextlib.contextmanager
@@ -70,29 +84,33 @@ class Validator:
         finally:
             model.train(was_training)
 
-    def names(self, task: Task, model: torch.nn.Module) -> list[str]:
-        """The names that `evaluate` will give, found with one sample; any rank, alone."""
-        with self.judging(task, model):
-            measured = self._metrics_of_first(task, model)
+    def names(self, task: Task, model: torch.nn.Module, rounds: Rounds = NO_ROUNDS) -> list[str]:
+        """The names that `evaluate` will give, found with one sample; any rank, alone, or all in `rounds`."""
+        with self.judging(task, model), rounds.without_gradients():
+            measured = self._metrics_of_first(task, model, rounds)
+            rounds.serve()
         sums = {name: (_number(measured[name][0]), _number(measured[name][1])) for name in sorted(measured)}
         return list(dict.fromkeys(["loss", *self.terms, *self._summary(task, sums)]))
 
-    def metric_names(self, task: Task, model: torch.nn.Module) -> list[str]:
+    def metric_names(self, task: Task, model: torch.nn.Module, rounds: Rounds = NO_ROUNDS) -> list[str]:
         """The names of the metrics, sorted, found with one sample within `judging`; any rank, alone."""
-        return sorted(self._metrics_of_first(task, model))
+        return sorted(self._metrics_of_first(task, model, rounds))
 
     def pieces(self) -> list[tuple[int, int]]:
         """The whole split in micro-batches by the options alone: the same on every rank."""
         return self._cut(0, len(self.source.dataset), self.cap)
 
     def rows(
-        self, task: Task, model: torch.nn.Module, names: list[str], pieces: Sequence[tuple[int, int]]
-    ) -> Iterator[list[float]]:
+        self, task: Task, model: torch.nn.Module, names: list[str], pieces: Sequence[tuple[int, int]],
+        rounds: Rounds = NO_ROUNDS,
+    ) -> Iterator[list[float]]:  # fmt: skip
         """For each piece sum and count of each term, then of each metric, one after the other, within `judging`."""
         read = range_reader(self.source)
 
         def judge(start: int, stop: int) -> list[float]:
-            return [number for pair in self._pairs(task, model, names, read(start, stop)) for number in pair]
+            batch = read(start, stop)
+            with rounds.round():
+                return [number for pair in self._pairs(task, model, names, batch) for number in pair]
 
         for piece in pieces:
             yield [sum(column) for column in zip(*self.in_parts(piece, judge), strict=True)]
@@ -161,10 +179,16 @@ class Validator:
                 " on, with the same result [batch-halved]", self.device, size, self.split,
             )  # fmt: skip
 
-    def _metrics_of_first(self, task: Task, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
+    def _metrics_of_first(self, task: Task, model: torch.nn.Module, rounds: Rounds) -> dict[str, tuple[float, float]]:
         """The names of the metrics, found with one sample, so that a rank without samples knows them too."""
         read = range_reader(self.source)
-        (measured,) = self.in_parts((0, 1), lambda *piece: task.metrics(model, self.source.place(read(*piece).sample)))
+
+        def measure(start: int, stop: int) -> dict[str, tuple[float, float]]:
+            sample = self.source.place(read(start, stop).sample)
+            with rounds.round():
+                return task.metrics(model, sample)
+
+        (measured,) = self.in_parts((0, 1), measure)
         self._check_names(task, "metrics", measured)
         return measured
 

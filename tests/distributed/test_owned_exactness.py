@@ -74,3 +74,22 @@ def test_owners_have_the_gradient_of_the_global_batch(
     total = sum(value.numel() for value in ranks[0].parameters.values())
     for facts, weight in zip(ranks, weights):
         assert abs(facts.owned - total * weight / sum(weights)) <= 8  # one for each cut
+
+
+MODULES = {toy: "main,branch" if toy == "SometimesUnused" else "body,cls,reg" for toy in TOYS}
+ALL = [("3,1", "9,3"), ("1,3", "9,3"), ("6,2,1", "7,4,1"), ("1,1,8", "9,3,0"), ("2,0,1", "5,4,3"), ("0,0,1", "3,1,0")]
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize(("own", "balance"), ALL)
+@pytest.mark.parametrize("toy", list(TOYS))
+def test_parameters_that_come_and_go_give_the_gradient_of_the_global_batch(
+    toy: str, own: str, balance: str, shares_memory: bool, tmp_path: Path
+) -> None:
+    world_size = own.count(",") + 1
+    line = [*words(toy, balance, 8), "--shard-model", "all", "--own", own, "--shard-modules", MODULES[toy]]
+    ranks = run_ranks(train_in_fine_cuts, world_size, prepared(tmp_path), line, shares_memory, timeout_s=60)
+    worst = check(ranks, reference(toy, world_size, 8))
+    assert worst <= 1e-14, f"{worst:.1e}"
+    for name in ranks[0].parameters:
+        assert all(torch.equal(facts.parameters[name], ranks[0].parameters[name]) for facts in ranks)

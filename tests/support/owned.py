@@ -156,12 +156,9 @@ def train_owned(
     replica.optimizer.register_step_pre_hook(record)
     try:
         session.train()
-        replica.reducer.gather()
         facts.losses = [row["loss"] for row in recorder.rows]
         facts.norms = [row["grad_norm"] for row in recorder.rows]
-        facts.parameters = {
-            name: value.detach().clone() for name, value in replica.model.named_parameters() if value.requires_grad
-        }
+        facts.parameters = whole_parameters(replica)
         facts.owned = sum(one.end - one.begin for one in replica.owned.fragments.values())
         for name, one in replica.owned.fragments.items():
             for key, value in replica.optimizer.state[one.owned].items():
@@ -170,6 +167,26 @@ def train_owned(
         return facts
     finally:
         session.close()
+
+
+def whole_parameters(replica: Any) -> dict[str, torch.Tensor]:
+    """Copies of the trained parameters, by name. Every rank calls it."""
+    reducer, named = replica.reducer, {}
+    reducer.gather()
+    with reducer.without_gradients(), reducer.round():
+        run_all_layers_(reducer)
+        for name, value in replica.model.named_parameters():
+            if value.requires_grad:
+                named[name] = value.detach().clone()
+    return named
+
+
+def run_all_layers_(reducer: Any) -> None:
+    """Bring all parameters at once to a rank that has them layer by layer, within a round."""
+    while getattr(reducer, "_at", 0) < len(getattr(reducer, "_ops", ())):
+        reducer._issue()
+    for layer in getattr(reducer, "_layers", ()):
+        reducer._await(layer)
 
 
 def train_in_fine_cuts(group: Group, save_dir: str, words: list[str], shares_memory: bool) -> OwnedFacts:

@@ -1,0 +1,504 @@
+"""Parameters that come and go: of what other ranks own, a rank holds one or two layers at a time.
+
+Responsible for when parameters travel to the ranks that compute, when gradients travel to their owners, and when the
+memory of either is free. The units (`owned_units`) are layers of the model, and a root: everything that is in no layer,
+or in several. What a rank owns lies in memory of its own; a unit's memory is filled before a layer runs and emptied
+after it, as in ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054), with parts of any size and ranks of any speed.
+
+The one idea: a micro-batch of all ranks is a round, with one order of transfers that is the same on every rank. The
+order alone says what is sent, never what a rank happens to hold or whether it has samples. So a rank without samples,
+or whose memory ran out amid a forward, carries the rest of the round out, and the others notice nothing until they
+vote. Each round begins with a row of all ranks that says which have samples.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hetseq.comm.group import Group
+from hetseq.comm.slices import Transfer
+from hetseq.errors import DisagreementError, HetSeqError, TaskError
+from hetseq.parallel.gradient_memory import lending
+from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
+from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
+
+
+class _Kind(enum.Enum):
+    FORWARD = "the parameters of a layer come, for its forward"
+    BACKWARD = "they come again, for its backward"
+    SUM = "its gradients go to their owners"
+
+
+class _Stage(enum.IntEnum):
+    """What this rank does."""
+
+    IDLE, FORWARD, BACKWARD = range(3)
+
+
+class _Op(NamedTuple):
+    """One transfer of a round."""
+
+    kind: _Kind
+    unit: Unit
+
+
+@dataclass(eq=False)
+class _Layer:
+    """A module whose parameters come and go together; the root has no place in the order of layers."""
+
+    name: str
+    units: list[Unit] = field(default_factory=list)  # one for each type of its parameters
+    is_whole: bool = False
+    gathers: list[Transfer] = field(default_factory=list)  # of its parameters, under way
+
+
+class OwnedParameters(OwnedUnits):
+    """As `GradientSync`, with rounds. Every micro-batch runs within `round`, on ranks that have one.
+
+    Modules outside of `layers` may use their parameters within a round only.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Mapping[str, torch.nn.Module],
+        parameters: Sequence[torch.nn.Parameter],
+        group: Group,
+        *,
+        fractions: Sequence[float],
+        cuts_tensors: bool = True,
+        dtype: torch.dtype | None = None,
+        begins: bool,
+    ) -> None:
+        """Move the parameters into memory of their units; see `OwnedUnits`. Collective.
+
+        `layers` in the order in which forward runs them. With `begins` each rank takes what it owns of the values that
+        rank zero has; otherwise it has no values before they are loaded.
+        """
+        self._begins = begins
+        groups = groups_of(model, layers, parameters)
+        super().__init__(
+            parameters, [group_ for of_layer in groups for group_ in of_layer], group, fractions=fractions,
+            cuts_tensors=cuts_tensors, dtype=dtype,
+        )  # fmt: skip
+        self._root, *self._layers = (_Layer(name) for name in ("the model", *layers))
+        units = iter(self._units)
+        for layer, of_layer in zip((self._root, *self._layers), groups):
+            layer.units = [next(units) for _ in of_layer]
+        self._layer_of = {id(unit): layer for layer in (self._root, *self._layers) for unit in layer.units}
+        self._stage, self._is_forward_only = _Stage.IDLE, False
+        self._last = -1  # the newest layer that has begun its forward
+        self._passed = 0  # the newest one that has begun its backward
+        self._ops: list[_Op] = []  # of the round
+        self._at = 0  # how many of them have begun
+        self._ends: dict[tuple[_Kind, int], int] = {}  # by kind and layer: the place behind its last one
+        self._rounds = 0  # of the attempt, in which gradients were computed
+        self._serving: list[Transfer] = []  # of parameters that only others need
+        self._spare: list[torch.Tensor] = []  # for the sums of a round, until they are added
+        self._partial: dict[int, torch.Tensor] = {}  # by unit: the sums of a later round than the first
+        self._measures, self._squares = False, 0.0
+        for number, module in enumerate(layers.values()):
+            self._hooks += self._hooks_of(number, module)
+
+    # rounds
+
+    def rounds(self, needed: int) -> int:
+        """The most that a rank needs. Collective."""
+        return int(self._group.all_gather_rows(np.array([needed], np.int64)).max())
+
+    @contextmanager
+    def round(self, pause: Pause = nullcontext, *, measures: bool = False) -> Iterator[None]:
+        """Context of a micro-batch of this rank; the waits for others in it are in `pause()`.
+
+        With `measures` its gradient can be asked for afterwards (`norm_so_far`). Collective, with `serve` or `finish`
+        on ranks that have no micro-batch. Raises PeerLostError.
+        """
+        self._pause, self._measures, self._squares = pause, measures, 0.0
+        self._begin_round(has_samples=True)
+        yield
+        self._end_round()  # after an error the next call does it, when the frames of this one and their memory are gone
+
+    def serve(self) -> None:
+        """Take part in the rounds of others, until no rank has a micro-batch. Collective. Raises PeerLostError."""
+        while self._begin_round(has_samples=False):
+            self._end_round()
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Context in which rounds are forwards only, on all ranks; a model may run several times in one of them."""
+        self._is_forward_only = True
+        try:
+            yield
+        finally:
+            self._is_forward_only = False
+
+    def _begin_round(self, *, has_samples: bool) -> bool:
+        """Begin a round; False if no rank has samples for one."""
+        self._end_round()
+        with self._pause():
+            rows = self._group.all_gather_rows(np.array([has_samples, self._is_forward_only], np.int64))
+        if len(set(rows[:, 1].tolist())) > 1:
+            raise DisagreementError("some ranks train while others evaluate: let all ranks take the same way")
+        self._active = tuple(np.flatnonzero(rows[:, 0]).tolist())
+        if not self._active:
+            return False
+        self._stage, self._last, self._at = _Stage.FORWARD, -1, 0
+        self._passed = len(self._layers)
+        self._ops = self._order()
+        if not self._is_forward_only:
+            self._rounds += 1
+            self._arrived[:] = False
+            self._lent[:] = False
+            for unit in self._units:
+                unit.is_sent, unit.missing = False, len(unit.indices)
+        if has_samples:
+            self._issue_to(_Kind.FORWARD, -1)
+            self._await(self._root)
+        return True
+
+    def _order(self) -> list[_Op]:
+        """The transfers of a round: parameters layer by layer, and again in backward; there, sums one layer later."""
+        last, ops = len(self._layers) - 1, list[_Op]()
+
+        def add(kind: _Kind, number: int) -> None:
+            layer = self._layers[number] if number >= 0 else self._root
+            ops.extend(_Op(kind, unit) for unit in layer.units)
+            self._ends[kind, number] = len(ops)
+
+        for number in range(-1, last + 1):
+            add(_Kind.FORWARD, number)
+        if not self._is_forward_only:
+            for number in range(last, -1, -1):
+                if number:
+                    add(_Kind.BACKWARD, number - 1)
+                add(_Kind.SUM, number)
+            add(_Kind.SUM, -1)
+        return ops
+
+    def _end_round(self) -> None:
+        """Carry out what is left of the round, and give its memory back."""
+        if self._stage is _Stage.IDLE:
+            return
+        while self._at < len(self._ops):
+            self._issue()
+        for layer in (self._root, *self._layers):
+            self._free(layer)
+        with self._pause():
+            for transfer in self._serving:
+                transfer.wait()
+        self._serving.clear()
+        self._collect(at_most=-1)
+        self._stage = _Stage.IDLE
+
+    # transfers
+
+    def _issue_to(self, kind: _Kind, number: int) -> None:
+        """Begin all transfers up to those of a layer."""
+        while self._at < self._ends[kind, number]:
+            self._issue()
+
+    def _issue(self) -> None:
+        """Begin the next transfer of the order; if memory runs out, it is still the next one."""
+        kind, unit = self._ops[self._at]
+        if kind is _Kind.SUM:
+            self._send(unit)
+        else:
+            self._gather(unit, self._layer_of[id(unit)])
+        self._at += 1
+
+    def _gather(self, unit: Unit, layer: _Layer) -> None:
+        is_taker = self._group.rank in self._active
+        if is_taker:
+            self._finish_gathers(layer, unless=unit)
+            layer.is_whole = False
+            _allocate(unit.flat)
+        transfer = self.exchange.gather(
+            unit.flat if is_taker else None, bounds=unit.bounds, takers=self._active, own=unit.own
+        )
+        (layer.gathers if is_taker else self._serving).append(transfer)
+
+    def _finish_gathers(self, layer: _Layer, *, unless: Unit) -> None:
+        """Wait for an earlier transfer into the same memory, if this is the first one of another."""
+        if layer.units[0] is unless:
+            self._await(layer)
+
+    def _await(self, layer: _Layer) -> None:
+        """Wait until the parameters of a layer are here."""
+        if not layer.gathers:
+            return
+        if all(transfer.is_over() for transfer in layer.gathers):
+            for transfer in layer.gathers:
+                transfer.wait()
+        else:
+            with self._pause():
+                for transfer in layer.gathers:
+                    transfer.wait()
+        layer.gathers.clear()
+        layer.is_whole = True
+
+    def _free(self, layer: _Layer) -> None:
+        """Give the memory of a layer's parameters back; not before all that is written to it has arrived."""
+        self._await(layer)
+        layer.is_whole = False
+        for unit in layer.units:
+            unit.flat.untyped_storage().resize_(0)
+
+    def _send(self, unit: Unit) -> None:
+        is_giver = self._group.rank in self._active
+        views = [self._room(index) for index in unit.indices if self._arrived[index]] if is_giver else []
+        if self._measures and views:
+            self._squares += norm_of(views) ** 2
+        if self._is_silent:
+            self._is_finite_alone &= are_finite(views)
+            if unit.gradients is not None:
+                self.exchange.release(unit.gradients)
+                unit.gradients = None
+            unit.is_sent = True
+            return
+        self._collect(at_most=self._window - unit.flat.numel())
+        if is_giver:
+            for index in unit.indices:
+                if not self._arrived[index]:
+                    self._room(index).zero_()
+        target = unit.total if self._rounds == 1 else self._spare_like(unit.total)
+        unit.sending = self.exchange.sum_to_owners(
+            unit.gradients if is_giver else None, target, bounds=unit.bounds, givers=self._active
+        )
+        if target is not unit.total:
+            self._partial[id(unit)] = target
+        unit.leaving, unit.gradients, unit.is_sent = unit.gradients, None, True
+        self._travelling.append(unit)
+
+    def _summed(self, unit: Unit) -> None:
+        if (partial := self._partial.pop(id(unit), None)) is not None:
+            unit.total.add_(partial)
+            self._spare.append(partial)
+
+    def _spare_like(self, total: torch.Tensor) -> torch.Tensor:
+        for place, one in enumerate(self._spare):
+            if (one.shape, one.dtype, one.device) == (total.shape, total.dtype, total.device):
+                return self._spare.pop(place)
+        return torch.empty_like(total)
+
+    # what the layers do
+
+    def _hooks_of(self, number: int, module: torch.nn.Module) -> list[Any]:
+        def before(*_: Any) -> None:
+            self._before_forward(number)
+
+        def after(_module: Any, _args: Any, output: Any) -> None:
+            self._after_forward(number, output)
+
+        # they are no part of what a compiled layer computes
+        apart: Callable[[Any], Any] = torch.compiler.disable
+        return [
+            module.register_forward_pre_hook(apart(before), prepend=True), module.register_forward_hook(apart(after))
+        ]  # fmt: skip
+
+    def _before_forward(self, number: int) -> None:
+        layer = self._layers[number]
+        if self._stage is _Stage.BACKWARD:  # it runs again, for activations that were not kept
+            if not layer.is_whole:
+                raise HetSeqError(
+                    f"--shard-model all: {layer.name} runs again in backward before its parameters are here: checkpoint"
+                    " activations with use_reentrant=False, or by --checkpoint-modules"
+                )
+            return
+        if self._stage is _Stage.IDLE:
+            raise HetSeqError(
+                f"--shard-model all: {layer.name} runs outside of loss and metrics, where its parameters are not here:"
+                " use --shard-model state"
+            )
+        if number <= self._last:
+            self._run_again(number)
+        self._last = number
+        for earlier in self._layers[:number]:
+            if earlier.is_whole or earlier.gathers:  # a layer that this forward leaves out
+                self._free(earlier)
+        self._issue_to(_Kind.FORWARD, number)
+        self._await(layer)
+        if number + 1 < len(self._layers):
+            self._issue_to(_Kind.FORWARD, number + 1)  # travels while this layer computes
+
+    def _run_again(self, number: int) -> None:
+        """A forward has come back to an earlier layer."""
+        if self._is_forward_only:
+            self._begin_round(has_samples=True)
+            return
+        name, before = self._layers[number].name, self._layers[self._last].name
+        what = "runs twice in one micro-batch" if number == self._last else f"runs after {before}, which is behind it"
+        raise HetSeqError(
+            f"--shard-model all: {name} {what}: each micro-batch may run each layer once, in the order of the model;"
+            " name other modules with --shard-modules, or use --shard-model state"
+        )
+
+    def _after_forward(self, number: int, output: Any) -> None:
+        if self._stage is not _Stage.FORWARD:
+            return
+        layer = self._layers[number]
+        if not self._is_forward_only and torch.is_grad_enabled():
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            if not tensors:
+                raise TaskError(
+                    f"--shard-model all: {layer.name} returns {type(output).__name__}, in which no tensors can be seen:"
+                    " return a tensor, or a tuple, list or dict of tensors"
+                )
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._before_backward(number))
+        if self._is_forward_only or number + 1 < len(self._layers):  # the last one is needed again at once
+            self._free(layer)
+
+    def _before_backward(self, number: int) -> None:
+        if self._stage is not _Stage.BACKWARD:
+            raise HetSeqError(
+                f"--shard-model all: gradients of {self._layers[number].name} are computed inside the loss, where"
+                " parameters do not come again: use --shard-model state"
+            )
+        if number > self._passed:
+            raise HetSeqError(
+                f"--shard-model all: the gradients of {self._layers[number].name} come after those of"
+                f" {self._layers[self._passed].name}, which is before it in the model: name other modules with"
+                " --shard-modules, or use --shard-model state"
+            )
+        self._passed = number
+        for later in self._layers[number + 1 :]:  # gradients have passed it
+            if later.is_whole or later.gathers:
+                self._free(later)
+        if number + 1 < len(self._layers):
+            self._issue_to(_Kind.BACKWARD, number)
+            self._await(self._layers[number])
+        if number:
+            self._issue_to(_Kind.BACKWARD, number - 1)  # travels while this layer computes
+
+    def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
+        unit, _ = self._home[index]
+        if self._stage is not _Stage.BACKWARD:
+            raise HetSeqError(
+                "--shard-model all: a gradient arrived outside of a round: let HetSeq call backward, once for the sums"
+                " that the loss returns"
+            )
+        self._check_not_sent(unit)
+        self._take_in(index, parameter)
+        parameter.grad = None
+        self.used[index] = True
+        if self._arrived[index]:
+            return
+        self._arrived[index] = True
+        unit.missing -= 1
+        while (
+            self._at < len(self._ops) and self._ops[self._at].kind is _Kind.SUM and not self._ops[self._at].unit.missing
+        ):
+            self._issue()
+
+    def _has_gradient(self, index: int) -> bool:
+        return bool(self._arrived[index])
+
+    # a step
+
+    def gather(self, shares: Sequence[int] | None = None) -> None:
+        """Nothing: parameters come within rounds."""
+
+    def changed(self) -> None:
+        """Nothing: what a rank owns is all that lasts."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._rounds = 0
+
+    def expect_last(self) -> None:
+        """Nothing: the gradients of each micro-batch travel."""
+
+    def backward(self, loss: torch.Tensor, pause: Pause = nullcontext) -> None:
+        self._pause, self._stage = pause, _Stage.BACKWARD
+        if self._layers:
+            self._issue_to(_Kind.FORWARD, len(self._layers) - 1)
+        with lending(self._lenders):
+            loss.backward()
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether this attempt has had a round, which no rank can leave alone."""
+        return self._rounds > 0 and not self._is_silent
+
+    def finish(self) -> None:
+        """Take part in all rounds that are left, and wait until this rank has the sums of all that it owns. Collective.
+
+        Raises PeerLostError, after which the sums are invalid.
+        """
+        self._pause = nullcontext
+        self.serve()
+        if self._is_silent:
+            return
+        if not self._rounds:  # no rank has samples
+            for unit in self._units:
+                unit.total.zero_()
+        self._show_sums()
+
+    def norm_so_far(self) -> float:
+        return float(self._squares**0.5)
+
+    # how they are made
+
+    def _make_unit(self, indices: list[int]) -> Unit:
+        members = [self.parameters[index] for index in indices]
+        starts = starts_of(members)
+        flat = torch.empty(starts[-1], dtype=members[0].dtype, device=members[0].device)
+        for start, parameter in zip(starts, members):
+            view = flat.as_strided(parameter.shape, parameter.stride(), start)
+            if self._begins:
+                view.copy_(parameter.detach())
+            parameter.data = view
+        # memory that another version counter watches: to fill it is no change in place of what autograd has kept
+        return Unit(indices, starts, flat.data)
+
+    def _take_own(self, unit: Unit, first: int, last: int) -> torch.Tensor:
+        own = self.exchange.memory(last - first, unit.flat.dtype, unit.flat.device)
+        if self._begins:
+            given = None
+            if self._group.rank == 0:
+                given = self.exchange.memory(unit.flat.numel(), unit.flat.dtype, unit.flat.device)
+                given.copy_(unit.flat)
+            self.exchange.sum_to_owners(given, own, bounds=unit.bounds, givers=(0,)).wait()
+            if given is not None:
+                self.exchange.release(given)
+        unit.flat.untyped_storage().resize_(0)
+        return own
+
+
+def groups_of(
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], parameters: Sequence[torch.nn.Parameter]
+) -> list[list[list[int]]]:
+    """The parameters of the root, then of each layer, by their places, in a list for each type. Pure.
+
+    The root has everything that is in no layer or in several, such as an embedding that is tied to the head.
+    """
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    homes: dict[int, set[int]] = {}
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                homes.setdefault(id(parameter), set()).add(-1)
+    for number, layer in enumerate(layers.values()):
+        for parameter in layer.parameters():
+            homes.setdefault(id(parameter), set()).add(number)
+    found: list[dict[torch.dtype, list[int]]] = [{} for _ in range(len(layers) + 1)]
+    for place, parameter in enumerate(parameters):
+        (home,) = homes[id(parameter)] if len(homes[id(parameter)]) == 1 else (-1,)
+        found[home + 1].setdefault(parameter.dtype, []).append(place)
+    return [list(of_layer.values()) for of_layer in found]
+
+
+def _allocate(flat: torch.Tensor) -> None:
+    """Give a unit's memory back its pages, if it has none."""
+    storage = flat.untyped_storage()
+    if not storage.size():
+        storage.resize_(flat.numel() * flat.element_size())
