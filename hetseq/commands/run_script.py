@@ -143,6 +143,11 @@ def parse(argv: Sequence[str]) -> tuple[Config, ScriptJob]:
 
 def _check_left(config: Config, script: str, call: str) -> None:
     """Raise ConfigError for an option that the script decides."""
+    if config.distributed.shard_model == "all":
+        raise ConfigError(
+            f"--shard-model all is for tasks: {script} may use the parameters at any time, when they are not here; use"
+            " --shard-model state"
+        )
     defaults: Any = options.parse([])
     for section in _OF_A_TASK:
         for field in dataclasses.fields(getattr(config, section)):

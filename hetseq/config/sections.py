@@ -15,7 +15,7 @@ import ast
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,13 @@ def flag(name: str) -> str:
 def spelt(name: str) -> str:
     """A name as a flag."""
     return "--" + name.replace("_", "-")
+
+
+def _check_patterns(name: str, patterns: Sequence[str]) -> None:
+    """Refuse what cannot be a name of a module with wildcards."""
+    for pattern in patterns:
+        is_one = re.fullmatch(r"[\w.*?!\[\]-]+", pattern) is not None
+        _require(is_one, name, pattern, "auto, or names with wildcards, as in encoder.layer.*")
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
@@ -423,9 +430,7 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "loading_horizon")
-        for pattern in self.checkpoint_modules or ():
-            is_one = re.fullmatch(r"[\w.*?!\[\]-]+", pattern) is not None
-            _require(is_one, "checkpoint_modules", pattern, "auto, or names with wildcards, as in encoder.layer.*")
+        _check_patterns("checkpoint_modules", self.checkpoint_modules or ())
         if self.offload_dir is not None and not self.offload_activations:
             raise ConfigError(
                 f"--offload-dir {self.offload_dir} says where activations go, but they stay: add --offload-activations,"
@@ -653,6 +658,12 @@ class DistributedConfig:
         """Refuse invalid owners, and owners that no other option asks for."""
         self.own_weights()
         self._own_memory()
+        _check_patterns("shard_modules", self.shard_modules)
+        if self.shard_modules != ("auto",) and self.shard_model != "all":
+            raise ConfigError(
+                f"--shard-modules {','.join(self.shard_modules)} names what comes and goes with --shard-model all, but"
+                f" --shard-model is {self.shard_model}: add --shard-model all, or leave it out"
+            )
         given = {"own": None if self.own == "auto" else self.own, "own_memory": self.own_memory}
         for name, value in given.items():
             if value is not None and self.shard_model == "none":

@@ -47,6 +47,7 @@ _MIB = 1 << 20
 _LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
 _UNKNOWN, _REPLICAS, _OWNERS = -1, 0, 1
 _REFUSES = -1
+_WIDE = 8  # bytes of a number in double precision
 _ROUNDING = 0.01  # of the state: parts follow the fractions as closely as cuts allow
 
 
@@ -76,9 +77,11 @@ def make_reducer(
     # what has owners does not change when a task freezes some of it
     names = earlier.names if earlier else {parameter: name for name, parameter in trained_parameters(model)}
     bucket_bytes = int(config.bucket_cap_mb * _MIB)
+    layers = find_layers(model, config.shard_modules, flag="--shard-modules") if config.shard_model == "all" else {}
+    memory = _model_memory(list(names), config, groups_of(model, layers, list(names)) if layers else None)
     division = None
     if config.shard_model != "none":
-        division = _divide(list(names), group, config, slots=slots, before=before)
+        division = _divide(list(names), group, config, memory, slots=slots, before=before)
     if division is None:
         return gradients_of(
             list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
@@ -86,18 +89,19 @@ def make_reducer(
     owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
     if is_first:
         units = units_of(list(names), bucket_bytes)
-        if config.shard_model == "all":
-            layers = find_layers(model, config.shard_modules, flag="--shard-modules")
+        if layers:
             units = [unit for of_layer in groups_of(model, layers, list(names)) for unit in of_layer]
         ownership = ownership_of(list(names), units, division.fractions, cuts_tensors=cuts_tensors)
-        _refuse_what_lacks_room(ownership, division, names, optimizer, config, cuts_tensors=cuts_tensors)
+        lacking = _lacking_room(ownership, division, memory.state_bytes)
+        if lacking:
+            raise _no_room(lacking, ownership, memory.state_bytes, names, optimizer, config, cuts_tensors=cuts_tensors)
     dtype = torch.float64 if config.reduce_dtype is not None else None
     reducer: OwnedGradients | OwnedParameters
-    if config.shard_model == "all":
+    if layers:
         owned.earlier = {} if is_first else owned.held()
         reducer = OwnedParameters(
-            model, find_layers(model, config.shard_modules, flag="--shard-modules"), list(names), group,
-            fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype, begins=is_first,
+            model, layers, list(names), group, fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype,
+            begins=is_first,
         )  # fmt: skip
     else:
         reducer = OwnedGradients(
@@ -105,10 +109,10 @@ def make_reducer(
             dtype=dtype, moved=owned.follow_,
         )  # fmt: skip
         owned.earlier = owned.held()
-    memory = _model_memory(list(names))
     share = reducer.ownership.owned_by(group.rank) / max(1, reducer.ownership.total)
     in_use = device_memory.in_use_bytes(next(iter(names)).device)
-    owned.planned_bytes = in_use + round(share * memory.state_bytes) + memory.gradient_bytes
+    to_come = memory.state_bytes - (memory.parameter_bytes if layers else 0)  # what it owns of the parameters is here
+    owned.planned_bytes = in_use + round(share * to_come) + memory.moving_bytes
     if is_first:
         owned.adopt_(reducer, cut=group.generation)
         if group.rank == 0:
@@ -172,6 +176,7 @@ def _divide(
     parameters: Sequence[torch.nn.Parameter],
     group: Group,
     config: DistributedConfig,
+    memory: _Memory,
     *,
     slots: Sequence[int],
     before: OwnersOfBefore | None,
@@ -179,7 +184,7 @@ def _divide(
     """Who owns how much; None: every rank has all of the state. Collective."""
     kind = _UNKNOWN if before is None else _REPLICAS if before.owned is None else _OWNERS
     fraction = before.owned.fraction if before is not None and before.owned is not None else 0.0
-    room = _room_bytes(parameters[0].device)
+    room = _room_bytes(parameters[0].device) + memory.leaving_bytes(parameters)
     host = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
     most = config.own_memory_bytes()
     numbers = [
@@ -195,12 +200,11 @@ def _divide(
     rooms, limits = _rooms_and_limits(rows)
     kinds = [int(kind) for kind in rows[:, 0] if kind != _UNKNOWN]
     if config.shard_model == "auto":
-        kind = kinds[0] if kinds else _chosen(parameters, rooms, limits, rows, group)
+        kind = kinds[0] if kinds else _chosen(memory.model, rooms, limits, rows, group)
         if kind == _REPLICAS:
             return None
-    memory = _model_memory(parameters)
     free = [
-        min(max(0, int(USABLE * room) - memory.gradient_bytes), room if limit is None else limit)
+        min(max(0, int(USABLE * room) - memory.moving_bytes), room if limit is None else limit)
         for room, limit in zip(rooms, limits)
     ]
     if config.own_weights() is not None:
@@ -225,25 +229,29 @@ def _room_by_weight(rows: Rows, free: Sequence[int], weights: Sequence[float]) -
     return tuple(room)
 
 
-def _refuse_what_lacks_room(
-    ownership: Ownership,
-    division: _Division,
-    names: Mapping[torch.nn.Parameter, str],
-    optimizer: torch.optim.Optimizer,
-    config: DistributedConfig,
-    *,
-    cuts_tensors: bool,
-) -> None:
-    """Raise ConfigError if a rank would own more than it has room for. All ranks, alike."""
-    state_bytes = _model_memory(list(names)).state_bytes
+def _lacking_room(ownership: Ownership, division: _Division, state_bytes: int) -> list[str]:
+    """In words, which ranks would own more than they have room for; the same on all ranks."""
     lacking = []
     for rank, room in enumerate(division.room_bytes):
         missing = ownership.owned_by(rank) / max(1, ownership.total) * state_bytes - room
         if missing > max(_ROUNDING, GRAIN / max(1, ownership.total)) * state_bytes:
             lacking.append(f"rank {rank} lacks {in_words(missing)}")
-    if not lacking:
-        return
-    reason = f"--own {config.own}: {', '.join(lacking)} for its part of optimizer state and gradient sums"
+    return lacking
+
+
+def _no_room(
+    lacking: Sequence[str],
+    ownership: Ownership,
+    state_bytes: int,
+    names: Mapping[torch.nn.Parameter, str],
+    optimizer: torch.optim.Optimizer,
+    config: DistributedConfig,
+    *,
+    cuts_tensors: bool,
+) -> ConfigError:
+    """The error for ranks that would own more than they have room for."""
+    what = "parameters, optimizer state" if config.shard_model == "all" else "optimizer state"
+    reason = f"--own {config.own}: {', '.join(lacking)} for its part of {what} and gradient sums"
     remedy = "give weights by memory with --own, add a node with memory, which need not compute (--balance 3,1,0)"
     if not cuts_tensors:
         largest = max(names, key=torch.Tensor.numel)
@@ -252,7 +260,7 @@ def _refuse_what_lacks_room(
             f" {in_words(largest.numel() / max(1, ownership.total) * state_bytes)}"
         )
         remedy = "take an optimizer that updates each element by itself, such as AdamW, give weights with --own"
-    raise ConfigError(f"{reason}: {remedy}, or raise --own-memory where it is set")
+    return ConfigError(f"{reason}: {remedy}, or raise --own-memory where it is set")
 
 
 def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
@@ -269,14 +277,13 @@ def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ..
 
 
 def _chosen(
-    parameters: Sequence[torch.nn.Parameter],
+    memory: ModelMemory,
     rooms: Sequence[int],
     limits: Sequence[int | None],
     rows: Rows,
     group: Group,
 ) -> int:
     """What `--shard-model auto` chooses, before any speed is known: replicas if they fit."""
-    memory = _model_memory(parameters)
     ranks = [
         RankMemory(
             f"rank {rank}",
@@ -307,14 +314,47 @@ def _chosen(
     return _REPLICAS if layout.shard_model == "none" else _OWNERS
 
 
-def _model_memory(parameters: Sequence[torch.nn.Parameter]) -> ModelMemory:
+@dataclass(frozen=True)
+class _Memory:
+    """What a rank needs memory for: what has owners, and beside that what a step needs at once, in bytes."""
+
+    model: ModelMemory
+    moving_bytes: int
+    has_layers: bool  # the parameters have owners too
+
+    @property
+    def state_bytes(self) -> int:
+        return self.model.state_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.model.parameter_bytes
+
+    def leaving_bytes(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """What is free once a whole model that is here now has gone to its owners."""
+        return self.model.parameter_bytes if self.has_layers and parameters[0].untyped_storage().size() else 0
+
+
+def _model_memory(
+    parameters: Sequence[torch.nn.Parameter], config: DistributedConfig, groups: Sequence[list[list[int]]] | None
+) -> _Memory:
+    """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay."""
     itemsize = parameters[0].element_size()
-    return ModelMemory(
+    wide = 2 if config.reduce_dtype is not None and itemsize < _WIDE else 1
+    model = ModelMemory(
         sum(parameter.numel() for parameter in parameters),
         compute_bytes_per_parameter=itemsize,
+        master_bytes_per_parameter=itemsize if groups is not None else 0,
         optimizer_bytes_per_parameter=2 * itemsize,
         gradient_bytes_per_parameter=itemsize,
     )
+    if groups is None:
+        return _Memory(model, model.gradient_bytes, has_layers=False)
+    sizes = [sum(parameters[index].numel() for group in of_layer for index in group) for of_layer in groups]
+    root, largest = sizes[0], max(sizes[1:])
+    # two layers and the root are whole; gradients of two units travel, beside what an owner receives of them
+    whole, gradients = 2 * largest + root, 2 * max(largest, root) + 2 * max(largest, root)
+    return _Memory(model, (whole + wide * gradients) * itemsize, has_layers=True)
 
 
 def _room_bytes(device: torch.device) -> int:
