@@ -146,7 +146,7 @@ def _source() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ScriptMaterial(LoadedTask):
     """A script, its data and its model on this rank."""
 

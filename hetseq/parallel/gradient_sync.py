@@ -150,6 +150,16 @@ class GradientSync(Protocol):
         ...
 
 
+class Rounds(Protocol):
+    """The verbs of `GradientSync` within which forwards run."""
+
+    def round(self) -> AbstractContextManager[None]: ...
+
+    def serve(self) -> None: ...
+
+    def without_gradients(self) -> AbstractContextManager[None]: ...
+
+
 class WithoutRounds:
     """The verbs of `GradientSync` for ranks that have whole parameters: no rank waits for another in a micro-batch."""
 

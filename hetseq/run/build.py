@@ -191,6 +191,8 @@ def build_session(job: RankJob) -> Session:
     """Build the session of one rank; collective. Raises HetSeqError for contradictory options and unreadable files."""
     with ExitStack() as undo, _patience(job, job.group), _patience(job, job.directory_group.group):
         replica = build_replica(job, undo)
+        if job.is_first and not replica.has_parameters:
+            job.material.try_out(replica.reducer)
         sizes = micro_batch_sizes(job)
         validators = make_validators(job.config, job.material, sizes)
         check_best_metric(job.config.validation, validators, job.material, replica.reducer)

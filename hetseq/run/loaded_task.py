@@ -19,10 +19,11 @@ from hetseq.config.sections import Config, DataConfig, MemoryConfig
 from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import Source, place_on
-from hetseq.errors import MissingSplitError
+from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.activation_offload import ActivationOffload
 from hetseq.parallel.base_parameters import base_digest, check_base, move_
+from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.parallel.offload_tiers import DiskTier, HostTier
 from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.parallel.task_state import TaskState
@@ -49,9 +50,9 @@ class OwnLoop:
     clip_epsilon: float = 0.0  # see Recipe
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LoadedTask:
-    """The user's part of a run on this rank."""
+    """The user's part of a run on this rank. Only `trial` changes, once."""
 
     task: Task
     train: Any
@@ -75,6 +76,16 @@ class LoadedTask:
         return tuple(
             self.terms[place] for term, count in late.items() for place in ((term, count) if term else (count,))
         )
+
+    def try_out(self, rounds: Rounds = NO_ROUNDS) -> None:
+        """Run the trial of the loss; in `rounds` the parameters are here. Raises TaskError. Any rank, alone, or all."""
+        whereabouts.enter(Phase.TRIAL)
+        collate = noted(collater_of(self.task, self.train), f"the first samples of {TRAINING_DATA}")
+        with noting("the trial before the first step"), self.precision.computing(self.device):
+            self.trial = probe.check_loss(
+                self.task, self.model, self.train, collate=collate, place=self.place, terms=self.terms, seed=self.seed,
+                precision=self.precision, rounds=rounds,
+            )  # fmt: skip
 
     @functools.cached_property
     def task_state(self) -> TaskState:
@@ -108,6 +119,11 @@ class LoadedTask:
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
     """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError."""
+    if config.optimization.compile and config.distributed.shard_model == "all":
+        raise ConfigError(
+            "--compile compiles the model as a whole, of which no rank has all with --shard-model all: compile its"
+            " layers in build_model, as in layer.compile(), or leave --compile out"
+        )
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     whereabouts.enter(Phase.LOADING_DATA)
@@ -126,11 +142,12 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     if config.memory.checkpoint_modules:
         names = checkpoint_activations(model, config.memory.checkpoint_modules)
         logger.info("%d modules run again in backward: %s", len(names), _listed(names))
-    whereabouts.enter(Phase.TRIAL)
-    with noting("the trial before the first step"), precision.computing(device):
-        trial = probe.check_loss(
-            task, model, train, collate=collate, place=place, terms=terms, seed=seed, precision=precision
-        )
+    material = LoadedTask(
+        task, train, valid, model, terms, place, seed, device, precision, split=config.data.train_subset,
+        start_notes=start_notes, offload=_offload_of(config.memory, model, device),
+    )  # fmt: skip
+    if config.distributed.shard_model != "all":  # else no rank has all parameters; tried when ranks can get them
+        material.try_out()
     if config.optimization.compile:
         whereabouts.enter(Phase.COMPILING)
         compiling.compile_(model)
@@ -139,10 +156,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         compiling.warm_up(
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
-    return LoadedTask(
-        task, train, valid, model, terms, place, seed, device, precision, trial, config.data.train_subset, start_notes,
-        offload=_offload_of(config.memory, model, device),
-    )  # fmt: skip
+    return material
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -18,10 +18,11 @@ from hetseq.data.lanes import lanes_of
 from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
 from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
+from hetseq.parallel.gradient_sync import Rounds
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.task import lengths_of, weights_of
 from hetseq.training.micro_batch_size import MicroBatchSizes
-from hetseq.training.validation import Rounds, Validator
+from hetseq.training.validation import Validator
 
 _NEVER = 10**9  # the epoch from which on samples are shuffled
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from hetseq.comm.group import RowTransport, sum_floats
 from hetseq.data.loader import MicroBatch, Source, range_reader
 from hetseq.data.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.errors import DeviceMemoryError, TaskError
-from hetseq.parallel.gradient_sync import NO_ROUNDS
+from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums
 from hetseq.training.micro_batch_size import MicroBatchSizes
@@ -30,16 +30,6 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 T = TypeVar("T")
-
-
-class Rounds(Protocol):
-    """The verbs of `GradientSync` within which forwards run."""
-
-    def round(self) -> AbstractContextManager[None]: ...
-
-    def serve(self) -> None: ...
-
-    def without_gradients(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
