@@ -393,8 +393,9 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
 
 
 def owned_facts(controller: Any) -> dict[str, int]:
-    """With `--shard-model state`: elements of the state that the rank owns, of the whole and of the largest unit; bytes
-    that it has moved so far, and bytes of shared memory that it has made."""
+    """With owners: elements of the state that the rank owns, of the whole and of the largest unit; elements that come
+    in each round, and of the unit that stays whole during one; bytes that the rank has moved so far, and bytes of
+    shared memory that it has made."""
     if controller.replica.owned is None:
         return {}
     exchange = controller.replica.reducer.exchange
@@ -402,7 +403,12 @@ def owned_facts(controller: Any) -> dict[str, int]:
     traffic = {"sent_bytes": exchange.sent_bytes, "received_bytes": exchange.received_bytes}
     largest = max(bounds[-1] for bounds in controller.replica.reducer.ownership.bounds)
     shared = sum(len(one.pages) for one in getattr(exchange, "_memory", {}).values())
-    return {"owned": owned, "elements": elements, "largest_unit": largest, "shared_bytes": shared, **traffic}
+    facts = {"owned": owned, "elements": elements, "largest_unit": largest, "shared_bytes": shared, **traffic}
+    reducer = controller.replica.reducer
+    if not controller.replica.has_parameters:
+        gathered = sum(unit.flat.numel() for kind, unit in reducer._order() if kind.name != "SUM")
+        facts |= {"gathered": gathered, "root": sum(unit.flat.numel() for unit in reducer._root.units)}
+    return facts
 
 
 class FolderStore:
