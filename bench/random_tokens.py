@@ -90,6 +90,12 @@ class Large(RandomTokenTask):
         return model
 
 
+class Huge(Large):
+    """230 M parameters in many layers, each of which is 3 % of them."""
+
+    words, length, width, layers = 4000, 16, 768, 32
+
+
 class TwoUnits(Large):
     """As `Large`, for a try of the script: 4 M parameters."""
 

@@ -30,6 +30,7 @@ from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
 from hetseq.run.start_notes import kept_back
 from hetseq.system import rank_phase as whereabouts
+from hetseq.system.processes import return_large_memory
 from hetseq.system.rank_phase import Phase
 from hetseq.system.task_failure import noted, noting
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
@@ -124,6 +125,8 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             "--compile compiles the model as a whole, of which no rank has all with --shard-model all: compile its"
             " layers in build_model, as in layer.compile(), or leave --compile out"
         )
+    if config.distributed.shard_model == "all" and device.type == "cpu":
+        return_large_memory()
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     whereabouts.enter(Phase.LOADING_DATA)

@@ -24,7 +24,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: `timeout`, terminals and schedulers signal a process and its group: a repetition within these seconds is one request
 ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+_LARGE_BYTES = 4 << 20
+_MOST_BLOCKS = 1 << 15  # the kernel allows a process 65,530 mappings
 
 
 def state_and_start(pid: int) -> tuple[str, int] | None:
@@ -84,6 +86,18 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def return_large_memory() -> None:
+    """Have glibc return each freed block of 4 MiB or more to the kernel at once, also after `keep_freed_memory`.
+
+    Where parameters come and go, a heap would end up with gaps between them. Costs a page fault per 4 kB of each such
+    block. Other C libraries have no mallopt; then nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, _MOST_BLOCKS)
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)  # fixed; by itself it would rise
 
 
 def return_freed_memory() -> None:

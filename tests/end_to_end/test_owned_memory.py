@@ -45,6 +45,15 @@ class SmallNode:
         (self.cgroup / "memory.force_empty").write_text("0")
         self._file("limit_in_bytes").write_text(str(int(self._file("usage_in_bytes").read_text()) + more_bytes))
 
+    def limit(self, bytes_: int) -> None:
+        """Set the limit to so many bytes in all."""
+        (self.cgroup / "memory.force_empty").write_text("0")
+        self._file("limit_in_bytes").write_text(str(bytes_))
+
+    def most_bytes(self) -> int:
+        """The most that were used at once."""
+        return int(self._file("max_usage_in_bytes").read_text())
+
     def kills(self) -> int:
         """How often the kernel has killed a process because memory ran out."""
         counted = dict(line.split() for line in self._file("oom_control").read_text().splitlines())
@@ -110,3 +119,27 @@ def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: SmallN
     assert small.kills() == 1, nodes.story()
     assert "rank 1 is not started again" in other.err, nodes.story()
     assert "was killed (SIGKILL, as the kernel does when memory runs out)" in one.err, nodes.story()
+
+
+#: of `random_tokens.Huge`, which the test checks
+HUGE = 229_945_344
+LIMIT_BYTES = 16 * HUGE // 3
+
+
+def test_a_model_three_times_as_large_as_the_memory_of_a_node_trains_where_another_has_three_times_as_much(
+    nodes: Nodes, small: SmallNode
+) -> None:
+    small.limit(LIMIT_BYTES)
+    words = [str(word).replace(":Large", ":Huge") for word in WORDS]
+    meeting = ["--distributed-init-method", directory(nodes.folder).url, "--distributed-world-size", 2]
+    dealt = ["--shard-model", "all", "--own", "4,1", "--save-dir", "run", "--max-restarts", 0]
+    nodes.start(*words, *meeting, *dealt, "--distributed-rank", 0)
+    nodes.start(*words, *meeting, *dealt, "--distributed-rank", 1, process=small.process)
+    one, other = nodes.finish(timeout_s=150)
+    story = f"{nodes.story()}\n{small.most_bytes() / LIMIT_BYTES:.3f} of the limit"
+    assert [one.code, other.code] == [EXIT_DONE, EXIT_DONE], story
+    assert small.kills() == 0
+    assert f"{HUGE:,} parameters" in one.out, story
+    rows = read_rows(nodes.folder / "node0" / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["shares"] == [2, 2] for row in rows)
