@@ -4,12 +4,13 @@ Responsible for the arithmetic behind `--shard-model auto` and the layouts of `h
 memory, bytes on the links and seconds of a step. It knows no run, no file and no torch, and it cuts nothing.
 
 The one idea: samples follow speed and state follows memory, independently. `none` keeps optimizer state and gradient
-sums whole on every rank. `state` gives each rank a fraction of them, and the parameters stay whole everywhere. With
-fractions in proportion to the free memory every rank is left the same part of it.
+sums whole on every rank. `state` gives each rank a fraction of them, and the parameters stay whole everywhere. `all`
+gives each rank a fraction of the parameters too, which come and go layer by layer, in as many rounds as the rank with
+the most micro-batches has. With fractions in proportion to the free memory every rank is left the same part of it.
 
 Symbols of the comments: P parameters; c, m, o, g bytes per parameter for computing, a separate master copy, the
 optimizer and the gradient; u parameters of the largest unit; A bytes of activations per sample; f_i the fraction that
-rank i owns; a_i is 1 if it computes samples, else 0; C the number of ranks that do.
+rank i owns; a_i is 1 if it computes samples, else 0; C the number of ranks that do; R the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from hetseq.balance.shares import NEGLIGIBLE_GAIN, Cost, balance_shares, step_seconds
 from hetseq.errors import ConfigError
 
-SHARD_MODELS = ("none", "state")  # the simpler one first
+SHARD_MODELS = ("none", "state", "all")  # the simpler one first
 USABLE = 0.92  # of a rank's memory; the rest is for the runtime, its kernels and gaps between tensors
 _BACKWARD = 2 / 3  # of a micro-batch
 _SHOWN_RANKS = 8
@@ -31,7 +32,8 @@ class ModelMemory:
     """A model as the planner sees it. The defaults are AdamW in fp32, as in HetSeq with every precision but fp64.
 
     `largest_unit_parameters`: of the largest piece in which gradients travel, a bucket or a larger tensor.
-    `cast_bytes_per_parameter`: the 16-bit copies that autocast keeps during a step, 2 with bf16 and fp16.
+    `cast_bytes_per_parameter`: the 16-bit copies that autocast keeps during a step, 2 with bf16 and fp16. `layers`:
+    how many of one size come and go with `all`, beside a root as large as one of them.
     """
 
     parameters: int
@@ -42,12 +44,22 @@ class ModelMemory:
     master_bytes_per_parameter: int = 0
     optimizer_bytes_per_parameter: int = 8
     gradient_bytes_per_parameter: int = 4
+    layers: int = 24
+
+    @property
+    def layer_parameters(self) -> int:
+        """The parameters of a layer, and of the root."""
+        return -(-self.parameters // (self.layers + 1))
 
     @property
     def state_bytes(self) -> int:
-        """What has owners: (m + o + g) P."""
+        """What has owners with `state`: (m + o + g) P."""
         each = self.master_bytes_per_parameter + self.optimizer_bytes_per_parameter + self.gradient_bytes_per_parameter
         return each * self.parameters
+
+    def owned_bytes(self, shard_model: str) -> int:
+        """What has owners: with `all` the parameters too, (c + m + o + g) P."""
+        return self.state_bytes + (self.parameter_bytes if shard_model == "all" else 0)
 
     @property
     def parameter_bytes(self) -> int:
@@ -114,15 +126,17 @@ class Misfit:
 Candidate = Layout | Misfit
 
 
-def candidates(ranks: Sequence[RankMemory], model: ModelMemory, total: int) -> tuple[Candidate, ...]:
-    """The best layout of each kind for a step of `total` samples, or why there is none; in the order SHARD_MODELS.
+def candidates(
+    ranks: Sequence[RankMemory], model: ModelMemory, total: int, kinds: Sequence[str] = SHARD_MODELS
+) -> tuple[Candidate, ...]:
+    """The best layout of each kind for a step of `total` samples, or why there is none; in the order of `kinds`.
 
     Micro-batches of 1, 2, 4, ... samples are tried, up to the whole step. Raises ValueError if no rank computes
     samples, or if their limits hold fewer than `total`.
     """
     found: list[Candidate] = []
     sizes = [*(2**power for power in range(max(1, (total - 1).bit_length()))), total]
-    for kind in SHARD_MODELS:
+    for kind in kinds:
         tried = [_candidate(kind, ranks, model, total, size) for size in sizes]
         fitting = [one for one in tried if isinstance(one, Layout)]
         misfits = [one for one in tried if isinstance(one, Misfit)]
@@ -194,20 +208,22 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
         return Misfit(kind, missing, 0, _too_small(kind, names, missing))
     fractions: tuple[float, ...] = (1.0,) * len(ranks)
     left = [most - bytes_ for bytes_, most in zip(taken, usable)]
-    if kind == "state":
+    if kind != "none":
+        owned_bytes = model.owned_bytes(kind)
         left = [bytes_ + rank.host_bytes for bytes_, rank in zip(left, ranks)]
         room = [bytes_ if rank.most_owned_bytes is None else min(bytes_, rank.most_owned_bytes)
                 for bytes_, rank in zip(left, ranks)]  # fmt: skip
-        divided = _fractions(room, [rank.is_stable for rank in ranks], model.state_bytes)
+        divided = _fractions(room, [rank.is_stable for rank in ranks], owned_bytes)
         if divided is None:
-            reason = _no_room(names, room, model.state_bytes)
+            reason = _no_room(names, room, owned_bytes, kind)
             reason += ", or compute fewer samples at a time (--batch-size, --checkpoint-modules auto)"
-            return Misfit(kind, missing, model.state_bytes - sum(room), reason)
+            return Misfit(kind, missing, owned_bytes - sum(room), reason)
         fractions = divided
-        left = [bytes_ - round(own * model.state_bytes) for bytes_, own in zip(left, fractions)]
-    phases = _phases(kind, model, shares, fractions)
+        left = [bytes_ - round(own * owned_bytes) for bytes_, own in zip(left, fractions)]
+    rounds = max(-(-share // (cost.batch or size)) for share, cost in zip(shares, costs))
+    phases = _phases(kind, model, shares, fractions, rounds)
     compute_s = step_seconds(shares, costs)
-    micro_batch_s = compute_s / max(-(-share // (cost.batch or size)) for share, cost in zip(shares, costs))
+    micro_batch_s = compute_s / rounds
     exchange_s, exposed_s = 0.0, 0.0
     for part, flows in phases:
         phase_s = max(max(flow) / rank.link_bytes_per_s for flow, rank in zip(flows, ranks))
@@ -234,7 +250,17 @@ def _in_micro_batches(cost: Cost, size: int) -> Cost:
 
 
 def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int:
-    """The memory of a rank that computes `share` samples, `at_once` in a micro-batch; with `state`, but for its own."""
+    """The memory of a rank that computes `share` samples, `at_once` in a micro-batch; but for its own, if it has any."""
+    if kind == "all":
+        unit, gradients = (
+            model.layer_parameters,
+            2 * model.layer_parameters,
+        )  # of two layers, and what an owner receives
+        if not share:
+            return gradients * model.gradient_bytes_per_parameter
+        whole = 3 * unit * (model.compute_bytes_per_parameter + model.cast_bytes_per_parameter)  # two layers, the root
+        activations = model.activation_bytes_per_sample * min(share, at_once)
+        return whole + 2 * gradients * model.gradient_bytes_per_parameter + activations
     taken = model.parameter_bytes
     if share:
         taken += model.cast_bytes_per_parameter * model.parameters
@@ -248,7 +274,7 @@ def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int
 
 
 def _phases(
-    kind: str, model: ModelMemory, shares: Sequence[int], fractions: Sequence[float]
+    kind: str, model: ModelMemory, shares: Sequence[int], fractions: Sequence[float], rounds: int
 ) -> list[tuple[float, list[tuple[float, float]]]]:
     """The exchanges of a step, one after the other: the part of a micro-batch behind which each can hide, and the bytes
     that each rank sends and receives, (world_size, 2)."""
@@ -256,12 +282,18 @@ def _phases(
     if kind == "none":
         ring = 2 * (world_size - 1) / world_size * model.gradient_bytes
         return [(_BACKWARD, [(ring, ring)] * world_size)]
-    gather, reduce = [], []
+    gather, reduce, both = [], [], []
     for share, own in zip(shares, fractions):
         computes = int(share > 0)
         others, owned = computes * (1 - own), own * (computing - computes)  # a(1-f), f(C-a)
         gather.append((owned * model.parameter_bytes, others * model.parameter_bytes))
         reduce.append((others * model.gradient_bytes, owned * model.gradient_bytes))
+        # in each round parameters come twice, but the root and the last layer once
+        comes = 2 * (model.parameters - model.layer_parameters) * model.compute_bytes_per_parameter
+        sent, received = owned * comes + others * model.gradient_bytes, others * comes + owned * model.gradient_bytes
+        both.append((rounds * sent, rounds * received))
+    if kind == "all":
+        return [(float(rounds), both)]  # hidden behind the layers, but for the first one
     return [(0.0, gather), (_BACKWARD, reduce)]  # forward waits for all parameters
 
 
@@ -278,21 +310,27 @@ def in_words(count: float) -> str:
 
 def _too_small(kind: str, names: Sequence[str], missing: Sequence[int]) -> str:
     lacking = _listed([f"{name} lacks {in_words(bytes_)}" for name, bytes_ in zip(names, missing) if bytes_])
+    if kind == "all":
+        return (
+            f"{lacking} for two layers and one micro-batch: leave such ranks out, compute layers again with"
+            " --checkpoint-modules auto, or name smaller modules with --shard-modules"
+        )
     if kind == "none":
         return (
             f"{lacking} for a whole replica: divide the optimizer state with --shard-model state, leave such ranks out,"
             " or train a smaller model"
         )
     return (
-        f"{lacking} for the whole parameters and one micro-batch: leave such ranks out, compute layers again with"
-        " --checkpoint-modules auto, or train a smaller model"
+        f"{lacking} for the whole parameters and one micro-batch: divide the parameters with --shard-model all, compute"
+        " layers again with --checkpoint-modules auto, or leave such ranks out"
     )
 
 
-def _no_room(names: Sequence[str], room: Sequence[int], needed: int) -> str:
+def _no_room(names: Sequence[str], room: Sequence[int], needed: int, kind: str = "state") -> str:
+    what = "parameters, optimizer state" if kind == "all" else "optimizer state"
     rooms = _listed([f"{name} {in_words(bytes_)}" for name, bytes_ in zip(names, room)])
     return (
-        f"optimizer state and gradient sums take {in_words(needed)}, and there is room for {in_words(sum(room))}"
+        f"{what} and gradient sums take {in_words(needed)}, and there is room for {in_words(sum(room))}"
         f" ({rooms}): {in_words(needed - sum(room))} are missing. Add a node with memory, which need not compute"
         " (--balance 3,1,0), raise --own-memory where it is set"
     )

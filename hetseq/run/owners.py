@@ -296,7 +296,7 @@ def _chosen(
         for rank, (room, limit) in enumerate(zip(rooms, limits))
     ]
     # two micro-batches on each rank: so the planner keeps room for a whole gradient, as _fractions does afterwards
-    found = candidates(ranks, memory, total=2 * len(ranks))
+    found = candidates(ranks, memory, total=2 * len(ranks), kinds=("none", "state"))
     # which one is faster is not known yet; where replicas fit, the loss of a rank costs one step at most
     layout = next((one for one in found if isinstance(one, Layout)), None) or choose(found)
     if group.rank == 0:

@@ -26,7 +26,7 @@ _MOST_STEPS = 100_000
 _MOST_SAMPLES = 10**12
 _LEAST, _MOST = 1e-9, 1e18
 _TOP = (
-    "global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed", "parameters", "activation",
+    "global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed", "parameters", "activation", "layers",
 )  # fmt: skip
 _GROUP = (
     "name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link", "memory", "host_memory",
@@ -110,7 +110,11 @@ def _group(table: _Table) -> RankGroup:
 def _memory(top: _Table, tables: Sequence[_Table], groups: Sequence[RankGroup]) -> MemoryOnPaper | None:
     """The model and the memory of every rank; None if the file has no `parameters`."""
     if not top.has("parameters"):
-        for table, key in [(top, "activation"), *((table, key) for table in tables for key in _OF_MEMORY)]:
+        for table, key in [
+            (top, "activation"),
+            (top, "layers"),
+            *((table, key) for table in tables for key in _OF_MEMORY),
+        ]:
             table.refuse_without_parameters(key)
         return None
     parameters = int(top.number("parameters", least=1, most=_MOST))
@@ -124,7 +128,8 @@ def _memory(top: _Table, tables: Sequence[_Table], groups: Sequence[RankGroup]) 
         )  # fmt: skip
         shown.append((group.name, range(len(ranks), len(ranks) + group.count)))
         ranks += [one] * group.count
-    model = ModelMemory(parameters, top.size("activation", default=0), min(parameters, _BUCKET))
+    layers = int(top.number("layers", least=1, most=_MOST, default=ModelMemory.layers))
+    model = ModelMemory(parameters, top.size("activation", default=0), min(parameters, _BUCKET), layers=layers)
     return MemoryOnPaper(model, tuple(ranks), tuple(shown))
 
 

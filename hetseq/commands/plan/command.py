@@ -249,6 +249,8 @@ def make_plan(arguments: PlanArguments) -> ClusterPlan:
         ranks, assumed = ranks_of(arguments.model, measured, staying, added)
         notes += assumed
         model = model_of(arguments.model.parameters, arguments.model.activation_bytes, options)
+        if arguments.model.layers is not None:
+            model = replace(model, layers=arguments.model.layers)
         layouts = layouts_of(ranks, model, measured.total)
     return ClusterPlan(
         layouts=layouts,

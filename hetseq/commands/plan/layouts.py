@@ -21,6 +21,7 @@ from hetseq.errors import ConfigError
 from hetseq.monitor.tables import Cells, table
 
 _MOST_PARAMETERS = 1e15
+_MOST_LAYERS = 1e5
 _BUCKET_MIB = 25.0
 _MBIT_PER_S = 1000
 _STATE_BYTES = {"fp64": 2}  # of a number, over those of 32 bits
@@ -43,10 +44,15 @@ class ModelQuestion:
     activation_bytes: int
     mbit_per_s: float | None
     run_parameters: int | None
+    layers: int | None = None
 
 
 def _parameters(text: str) -> int:
     return int(number_within(text, 1, _MOST_PARAMETERS, "the number of parameters, as in 3e9"))
+
+
+def _layers(text: str) -> int:
+    return int(number_within(text, 1, _MOST_LAYERS, "the number of layers, as in 24"))
 
 
 def _mbit(text: str) -> float:
@@ -97,6 +103,9 @@ OPTIONS = (
     CommandOption("--stable", "ranks whose node stays until the end, so they own first", "RANK[,...]", read=_names),
     CommandOption("--activation", "what forward keeps of one sample, as in 200M; default: 0", "SIZE", read=_size),
     CommandOption(
+        "--layers", "layers of one size that come and go with --shard-model all; default: 24", "N", read=_layers,
+    ),
+    CommandOption(
         "--mbit-per-s", "link of each rank, in 10^6 bits per second; default: 1000", "N",
         read=_mbit,
     ),
@@ -122,7 +131,7 @@ def question_of(given: Given) -> ModelQuestion | None:
         raise ConfigError("--model-parameters needs the memory of each rank: add --memory 0:24G,1:12G")
     return ModelQuestion(
         parameters, values["--memory"], values["--host-memory"] or {}, values["--stable"] or (),
-        values["--activation"] or 0, values["--mbit-per-s"], values["--run-parameters"],
+        values["--activation"] or 0, values["--mbit-per-s"], values["--run-parameters"], values["--layers"],
     )  # fmt: skip
 
 
@@ -189,7 +198,7 @@ class ModelLayouts:
 
     @property
     def chosen(self) -> Layout | None:
-        """What `--shard-model auto` chooses; None if nothing fits."""
+        """The fastest that fits, within 2 % the simplest; None if nothing does."""
         return choose(self.found) if any(isinstance(one, Layout) for one in self.found) else None
 
 
@@ -219,7 +228,9 @@ def layout_lines(layouts: ModelLayouts) -> list[str]:
     ]
     if chosen is not None:
         lines += ["", *table(_by_group(layouts, chosen), left=(0,)), ""]
-        lines.append(f"--shard-model auto would choose {chosen.shard_model} for {layouts.total} samples a step")
+        lines.append(
+            f"the best one that fits is --shard-model {chosen.shard_model}, for {layouts.total} samples a step"
+        )
     else:
         lines.append("")
     lines += [f"{one.shard_model} does not fit: {one.reason}" for one in layouts.found if isinstance(one, Misfit)]
