@@ -6,9 +6,9 @@ or in several. What a rank owns lies in memory of its own; a unit's memory is fi
 after it, as in ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054), with parts of any size and ranks of any speed.
 
 The one idea: a micro-batch of all ranks is a round, with one order of transfers that is the same on every rank. The
-order alone says what is sent, never what a rank happens to hold or whether it has samples. So a rank without samples,
-or whose memory ran out amid a forward, carries the rest of the round out, and the others notice nothing until they
-vote. Each round begins with a row of all ranks that says which have samples.
+order alone decides about transfers, never the layers that a rank happens to hold, or whether it has samples. So a rank
+without samples, or whose memory ran out amid a forward, carries the rest of the round out, and the others notice
+nothing until they vote. Each round begins with a row of all ranks that says which have samples.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class OwnedParameters(OwnedUnits):
         return ops
 
     def _end_round(self) -> None:
-        """Carry out what is left of the round, and give its memory back."""
+        """Carry out the rest of the round, and give its memory back."""
         if self._stage is _Stage.IDLE:
             return
         while self._at < len(self._ops):
@@ -201,7 +201,7 @@ class OwnedParameters(OwnedUnits):
     # transfers
 
     def _issue_to(self, kind: _Kind, number: int) -> None:
-        """Begin all transfers up to those of a layer."""
+        """Begin all transfers as far as a layer's."""
         while self._at < self._ends[kind, number]:
             self._issue()
 
@@ -365,7 +365,7 @@ class OwnedParameters(OwnedUnits):
             )
         if number > self._passed:
             raise HetSeqError(
-                f"--shard-model all: the gradients of {self._layers[number].name} come after those of"
+                f"--shard-model all: backward reaches {self._layers[number].name} after"
                 f" {self._layers[self._passed].name}, which is before it in the model: name other modules with"
                 " --shard-modules, or use --shard-model state"
             )
