@@ -264,8 +264,9 @@ def test_the_memory_for_state_is_a_size_or_a_promise_to_stay(text: str, size: in
     ("words", "told"),
     [
         ("--shard-model some", "--shard-model some: expected one of none, state, all, auto"),
-        ("--shard-modules 'layer.*'", "but --shard-model is none: add --shard-model all, or leave it out"),
-        ("--shard-model all --shard-modules 'a b'", "expected auto, or names with wildcards, as in encoder.layer.*"),
+        ("--shard-modules layer.*", "--shard-modules layer.* names what comes and goes with --shard-model all, but"
+         " --shard-model is state: add --shard-model all, or leave it out"),
+        ("--shard-model all --shard-modules a+b", "--shard-modules a+b: expected auto, or names with wildcards"),
         ("--own some", "--own some: expected auto, equal, or weights as in 3,1,0"),
         ("--own 3,,1", "--own 3,,1: expected auto, equal, or weights as in 3,1,0"),
         ("--own 3,1/1,3", "--own 3,1/1,3: expected auto, equal, or weights as in 3,1,0"),
