@@ -40,9 +40,10 @@ def _fitting(pattern: str, by_name: dict[str, nn.Module], model: nn.Module, flag
         reason = "fits no module"
     if not found:
         names = [name for name in by_name if name.count(".") < 2][:_MOST_NAMES]
+        has = f"{', '.join(names)}{', ...' if len(names) == _MOST_NAMES else ''}" if names else "no modules inside it"
         raise ConfigError(
             f"{flag} {pattern} {reason} of {type(model).__name__}: expected patterns of names, as in"
-            f" 'encoder.layer.*'; it has {', '.join(names)}{', ...' if len(names) == _MOST_NAMES else ''}"
+            f" 'encoder.layer.*'; it has {has}"
         )
     return found
 

@@ -38,7 +38,7 @@ def no_imports() -> None:
 def run(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a trained toy, which says things of its own that are not meant for these commands."""
     folder = tmp_path_factory.mktemp("evaluate")
-    task = write_task(folder, predictions=PREDICTIONS)
+    task = write_task(folder, predictions=PREDICTIONS, build_model="return torch.nn.Sequential(torch.nn.Linear(3, 1))")
     cluster = ("--distributed-world-size", "2", "--balance", "3,1", "--throttle", "0:1.5")
     start = ("--disable-validation", "--resume", "none")
     done = warm.run(["train", "--task", f"{task}:Toy", *TRAINED, *cluster, *start, "--save-dir", str(folder / "run")])
@@ -48,6 +48,10 @@ def run(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on(ranks: int) -> tuple[str, ...]:
     return ("--distributed-world-size", str(ranks))
+
+
+#: parameters come and go; rank 1 owns a quarter of them
+DIVIDED = ("--shard-model", "all", "--shard-modules", "0", "--own", "3,1")
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -60,10 +64,11 @@ def test_every_number_of_ranks_gives_the_same_lines_and_files_and_leaves_the_run
 ) -> None:
     before = files_of(run)
     lines, rows, files = set(), set(), set()
-    for ranks in (1, 2, 3):
-        said = [warm.run(["evaluate", run, *on(ranks)]), warm.run(["evaluate", run, "--json", *on(ranks)])]
-        output = tmp_path / f"{ranks}.txt"
-        said.append(warm.run(["predict", run, "--subset", "valid", "--output", output, *on(ranks)]))
+    for ranks, words in ((1, ()), (2, ()), (3, ()), (2, DIVIDED)):
+        how = (*on(ranks), *words)
+        said = [warm.run(["evaluate", run, *how]), warm.run(["evaluate", run, "--json", *how])]
+        output = tmp_path / f"{ranks}{len(words)}.txt"
+        said.append(warm.run(["predict", run, "--subset", "valid", "--output", output, *how]))
         assert [each.code for each in said] == [0, 0, 0], [each.err for each in said]
         lines.add(said[0].out)
         rows.add(said[1].out)
