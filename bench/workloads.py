@@ -214,7 +214,16 @@ def hetseq_words(work: Workload, batch: int) -> list[str]:
         "--lr",
         str(LEARNING_RATE),
     ]
-    words += ["--lr-scheduler", "constant", "--clip-norm", str(CLIP_NORM), "--disable-validation", "--no-save"]
+    words += [
+        "--lr-scheduler",
+        "constant",
+        "--clip-norm",
+        str(CLIP_NORM),
+        "--disable-validation",
+        "--no-save",
+        "--memory-interval-updates",
+        "0",
+    ]  # no images in memory either: nothing would clear them away
     return [*words, "--persistent-time-interval", "0", "--log-format", "none"]
 
 
