@@ -121,8 +121,8 @@ def _load(
             }
             return nothing | {name: [(one.begin, one.end)] for name, one in own.items() if one is not None}
 
-        live = {name: tensor for name, tensor in live.items() if name not in own}
-        loaded = manager.load(which, into=live, wanted=wanted)
+        common = {name: tensor for name, tensor in live.items() if name not in own}
+        loaded = manager.load(which, into=common, wanted=wanted)
     if loaded is None:
         raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
     check_same_base(material.model, loaded.state)
@@ -130,7 +130,7 @@ def _load(
         load_model_(material.model, loaded.tensors)
         return loaded.identity.step
     with torch.no_grad():
-        for name, tensor in live.items():
+        for name, tensor in common.items():
             tensor.copy_(loaded.tensors[name])
         for name, one in own.items():
             if one is not None:
