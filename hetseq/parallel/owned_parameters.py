@@ -376,8 +376,8 @@ class OwnedParameters(OwnedUnits):
         name, before = self._layers[number].name, self._layers[self._last].name
         what = "runs twice in one micro-batch" if number == self._last else f"runs after {before}, which is behind it"
         raise HetSeqError(
-            f"--shard-model all: {name} {what}: each micro-batch may run each layer once, in the order of the model;"
-            " name other modules with --shard-modules, or use --shard-model state"
+            f"--shard-model all: {name} {what}: each micro-batch may run each layer once, in their order: name them"
+            " with --shard-modules in the order in which they run, or use --shard-model state"
         )
 
     def _after_forward(self, number: int, output: Any) -> None:
