@@ -1,7 +1,7 @@
 """With parameters that come and go, the product's tasks have the curve of one device, whatever else a run asks for.
 
-As in `test_owned_tasks`: losses and parameters are those of a plain loop to 1e-11 after 50 steps, the gradient of the
-first step to 1e-14, all in fp64. Activations that leave, or are computed again, change no bit.
+As in `test_owned_tasks`: losses and parameters are those of a plain loop to 1e-11, the gradient of the first step to
+1e-14, all in fp64. Activations that leave, or are computed again, change no bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.owned import OwnedFacts, Setting, plain_curve, train_cases
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared
 
-STEPS, FEW = 50, 8
+STEPS = 8
 #: who owns how much, who computes how much
 LAYOUTS = [("3,1", "9,3"), ("1,3", "9,3"), ("6,2,1", "7,4,1"), ("1,1,8", "9,3,0"), ("2,0,1", "5,4,3")]
 AGAIN = "--checkpoint-modules auto"
@@ -126,7 +126,12 @@ def placed(cases: list[Case], layout: tuple[str, str]) -> list[tuple[Case, str]]
 def test_the_curve_is_that_of_one_device(
     task: str, layout: int, shares_memory: bool, cases: list[Case], tmp_path: Path
 ) -> None:
-    check(tmp_path, placed(cases, LAYOUTS[layout]), shares_memory=shares_memory, steps=FEW)
+    check(tmp_path, placed(cases, LAYOUTS[layout]), shares_memory=shares_memory)
+
+
+@pytest.mark.parametrize("task", nightly(*KINDS))
+def test_so_is_a_long_one(task: str, tmp_path: Path) -> None:
+    check(tmp_path, placed([Case(task, "", "adamw"), Case(task, "", "sgd")], LAYOUTS[3]), shares_memory=True, steps=50)
 
 
 @pytest.mark.timeout(900)
