@@ -354,6 +354,7 @@ class OwnedParameters(OwnedUnits):
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._before_backward(number))
+        torch.clear_autocast_cache()  # which keeps copies of 16 bits of all parameters until forward is over
         if self._is_forward_only or number + 1 < len(self._layers):  # the last one is needed again at once
             self._free(layer)
 
