@@ -259,7 +259,7 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
             return Misfit(kind, missing, owned_bytes - sum(room), _no_room_to_own(kind, model, names, room))
         fractions = divided
         left = [bytes_ - round(own * owned_bytes) for bytes_, own in zip(left, fractions)]
-    compute_s = _rounds_s(shares, costs, rounds) if kind == "all" else step_seconds(shares, costs)
+    compute_s = rounds_seconds(shares, costs, rounds) if kind == "all" else step_seconds(shares, costs)
     exchange_s, exposed_s = 0.0, 0.0
     phases = _phases(kind, model, shares, fractions, rounds)
     for part, flows in phases:
@@ -322,7 +322,7 @@ def _received_bytes(kind: str, model: ModelMemory) -> int:
     return 6 * max(model.layer, model.root) * model.gradient_bytes_per_parameter if kind == "all" else 0
 
 
-def _rounds_s(shares: Sequence[int], costs: Sequence[Cost], rounds: int) -> float:
+def rounds_seconds(shares: Sequence[int], costs: Sequence[Cost], rounds: int) -> float:
     """The time of a step in rounds, each as long as its slowest rank. Full micro-batches come first."""
     # ranks of one group have the same cost, and all but the same share
     alike = [(share, -(-share // rounds), cost) for share, cost in set(zip(shares, costs)) if share]
