@@ -38,7 +38,7 @@ class ModelMemory:
     `cast_bytes_per_parameter`: the 16-bit copies that autocast keeps during a step, 2 with bf16 and fp16. `layers`:
     how many of one size come and go with `all`, beside a root: everything in no layer, None for as much as in one.
     `checkpoints`: backward computes each layer again (`--checkpoint-modules`). `offloads`: activations leave the
-    device, and those of `horizon` layers come back ahead of backward (`--offload-activations`).
+    device, and come back `horizon` layers ahead of backward (`--offload-activations`).
     """
 
     parameters: int
@@ -361,7 +361,7 @@ def _phases(
     if kind == "state":  # forward waits for all parameters; the last backward hides gradients
         return [(0.0, flows(model.parameters, 0)), (backward / rounds, flows(0, model.parameters))]
     # in each round nothing hides the first layer and the root, neither when they come nor when their gradients go. Of
-    # the other layers parameters come twice, but those of the last one once: it stays between forward and backward.
+    # the other layers parameters come twice, but for the last one, which stays between forward and backward.
     first, others, hiding = model.layer + model.root, model.parameters - model.layer - model.root, 1 - 1 / model.layers
     once = [
         (0.0, flows(first, 0)),
