@@ -152,6 +152,10 @@ class Ranks:
         """Throttle a rank of a training of HetSeq by `factor` from its next step on."""
         self._ask({rank: {"do": "slow_down", "name": name, "factor": factor}})
 
+    def set_speeds(self, rows_per_s: Sequence[float]) -> None:
+        """The speeds of the machines that the ranks play, for trainings of `workloads.SLOW` opened from now on."""
+        self._ask({rank: {"do": "set_speed", "rows_per_s": speed} for rank, speed in enumerate(rows_per_s)})
+
     def close(self) -> None:
         for rank in self._ranks:
             rank.end()
@@ -244,7 +248,7 @@ class Life:
         """Handle one request after another until the script ends."""
         deeds: dict[str, Callable[..., Any]] = {
             "open": self._open, "open_ddp": self._open_ddp, "open_fsdp": self._open_fsdp, "train": self._train,
-            "slow_down": self._slow_down, "rest": lambda: {}, "set_as": self._set_as,
+            "slow_down": self._slow_down, "set_speed": self._set_speed, "rest": lambda: {}, "set_as": self._set_as,
         }  # fmt: skip
         while True:
             request = json.loads(self._pipe.recv_bytes())
@@ -329,6 +333,12 @@ class Life:
         import settings
 
         (settings.as_a_worker if is_worker else settings.as_any_process)()
+        return {}
+
+    def _set_speed(self, rows_per_s: float) -> dict[str, Any]:
+        import slow_layers
+
+        os.environ[slow_layers.VARIABLE] = str(rows_per_s)
         return {}
 
     def _is_told(self) -> bool:

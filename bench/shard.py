@@ -1,6 +1,6 @@
 """Ranks that own parts of the state (`--shard-model state`) or of parameters too (`all`): step, traffic, memory.
 
-    python bench/shard.py [--rounds 9] [--steps 4] [--batch 4] [--only time memory]
+    python bench/shard.py [--rounds 9] [--steps 4] [--batch 4] [--only time unequal memory]
 
 `time`: two ranks train a GPT of 6.8 M parameters in equal shares: as replicas, with owners 1:1 and 3:1 of both kinds,
 each through shared memory and through gloo over the loopback, and a bare loop under FSDP2 (`fully_shard` of each layer
@@ -13,6 +13,10 @@ round. Bars: `state` at most 1.25 times the time of a replica with the same tran
 where the rank owns the fraction f of P parameters, a is 1 if it computes samples, and C ranks do. G are the parameters
 that come to a rank that computes: P with `state`; with `all` 2 P less the root and the last layer, which come once in a
 round. That holds also for a rank that computes nothing and owns everything, which is not timed.
+
+`unequal`: two ranks that play machines of 3:1 in speed and memory (`slow_layers.py`) train a GPT of 3.2 M parameters
+over gloo, with `all` and owners 3:1, and under FSDP2 in equal parts, which it cannot have otherwise. Bar: at least 0.9
+of the speeds of both machines together. FSDP2 can reach 0.5 at most.
 
 `memory`: two ranks train a GPT of 40 M parameters in fp32 with AdamW, one micro-batch a step or four, in new processes
 that have trained a tiny one before, so that libraries and their pools are there. This script looks at them every 10 ms
@@ -58,7 +62,10 @@ REPLICA, FSDP = "replica", "FSDP2"
 OWNERS = ("state 1,1", "state 3,1", "all 1,1", "all 3,1")
 SERVERS = ("state 0,1", "all 0,1")  # the second rank owns everything and computes nothing
 MICRO_BATCHES, MICRO_BATCH = (1, 4), 2  # of a rank's step, and its rows
-PARTS = ("time", "memory")
+PARTS = ("time", "unequal", "memory")
+SPEEDS, SPEED_BAR = (30.0, 10.0), 0.9  # rows per second; of their sum
+UNEQUAL = "all 3,1"
+UNEQUAL_BATCH = 8  # rows of a rank's step under FSDP2, half of the whole batch
 _ANONYMOUS_KB = re.compile(r"^Pss_Anon: +(\d+) kB$", re.MULTILINE)
 
 
@@ -70,7 +77,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="samples of a rank's step in `time`")
     parser.add_argument("--model", choices=("gpt", "gpt-tiny"), default="gpt", help="of `time`")
     parser.add_argument("--large-model", choices=("gpt-40m", "gpt-4m"), default="gpt-40m", help="of `memory`")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="time or memory")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="time, unequal or memory"
+    )
     arguments = parser.parse_args(words)
     if min(arguments.rounds, arguments.steps, arguments.batch) < 1:
         parser.error("--rounds, --steps and --batch: expected numbers of at least 1")
@@ -83,8 +92,11 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for part in arguments.only:
         with tempfile.TemporaryDirectory(prefix="hetseq-shard-") as name:
-            found = (times if part == "time" else memories)(arguments, Path(name))
-        print((time_table if part == "time" else memory_table)(found))
+            measure, table = {
+                "time": (times, time_table), "unequal": (speeds, speed_table), "memory": (memories, memory_table)
+            }[part]  # fmt: skip
+            found = measure(arguments, Path(name))
+        print(table(found))
         rows += found
     missed = [row["what"] for row in rows if not row["is_met"]]
     print(f"missed: {'; '.join(missed)}" if missed else "all bars are met")
@@ -216,6 +228,41 @@ def in_mib(sizes: Sequence[float]) -> str:
 def verdict(row: dict[str, Any]) -> str:
     """Whether its bars are met."""
     return "yes" if row["is_met"] else "NO"
+
+
+# Unequal machines.
+
+
+def speeds(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A row for HetSeq and one for FSDP2."""
+    work = workloads.prepare(workloads.SLOW, folder, 0)
+    batch = 2 * UNEQUAL_BATCH
+    words = [*workloads.hetseq_words(work, batch), "--batch-size", str(batch)]
+    words += ["--shard-model", "all", "--own", "3,1", "--balance", "3,1"]
+    with Ranks(2, folder=folder / "ranks", model=workloads.SLOW) as ranks:
+        ranks.set_as(is_worker=True)
+        ranks.set_speeds(SPEEDS)
+        ranks.open(UNEQUAL, [words] * 2)
+        ranks.open_fsdp(FSDP, UNEQUAL_BATCH)
+        rounds = [
+            there_and_back((UNEQUAL, FSDP), number, lambda turn: ranks.together(turn, settle=1, steps=arguments.steps))
+            for number in range(arguments.rounds)
+        ]
+    rows = []
+    for turn in (UNEQUAL, FSDP):
+        parts = figures.spread([batch / wall_s(one[turn]) / sum(SPEEDS) for one in rounds])
+        is_met = turn == FSDP or parts.median >= SPEED_BAR
+        rows.append(
+            {"what": f"speed of {turn} on machines of 3:1", "turn": turn, "of the sum": parts, "is_met": is_met}
+        )
+    return rows
+
+
+def speed_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The part of the speeds of both machines that a training reaches."""
+    heads = ("machines of 3:1", "rows per second of both together", "bar")
+    cells = [[row["turn"], row["of the sum"].shown(".3f"), verdict(row)] for row in rows]
+    return figures.table(heads, cells) + "\n"
 
 
 # Memory.

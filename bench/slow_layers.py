@@ -80,17 +80,21 @@ class SlowTokens(RandomTokenTask):
     words, length, width, layers = 512, 8, 128, 16  # 3.2 M parameters
 
     def build_model(self) -> GptForCausalLM:
-        model = super().build_model()
-        ends = [module for name, module in model.named_modules() if name.endswith(_PIECES)]
-        pace = Pace(1 / float(os.environ[VARIABLE]), len(ends))
+        return paced(super().build_model())
 
-        def begin(_module: Any, inputs: tuple[Tensor, ...]) -> None:
-            pace.begin(len(inputs[0]))
 
-        def mark(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-            return _Mark.apply(output, pace)  # type: ignore[no-any-return, no-untyped-call]
+def paced(model: GptForCausalLM) -> GptForCausalLM:
+    """The model, on a machine of the speed that the environment says."""
+    ends = [module for name, module in model.named_modules() if name.endswith(_PIECES)]
+    pace = Pace(1 / float(os.environ[VARIABLE]), len(ends))
 
-        model.register_forward_pre_hook(begin)
-        for module in ends:
-            module.register_forward_hook(mark)
-        return model
+    def begin(_module: Any, inputs: tuple[Tensor, ...]) -> None:
+        pace.begin(len(inputs[0]))
+
+    def mark(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        return _Mark.apply(output, pace)  # type: ignore[no-any-return, no-untyped-call]
+
+    model.register_forward_pre_hook(begin)
+    for module in ends:
+        module.register_forward_hook(mark)
+    return model

@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 import random_images
 import random_tokens
+import slow_layers
 import torch
 import torch.nn.functional as F
 
@@ -29,6 +30,7 @@ from hetseq.training.precision import PRECISIONS
 
 TASK = Path(random_images.__file__)
 TOKENS_TASK = Path(random_tokens.__file__)
+SLOW = "gpt-slow"  # on a machine of a given speed, see `slow_layers`
 LEARNING_RATE, CLIP_NORM = 1e-3, 25.0
 
 
@@ -103,6 +105,10 @@ def workload(name: str, folder: Path) -> Workload:
             random_images.build_model,
             _image_loss,
         )
+    if name == SLOW:
+        task = slow_layers.SlowTokens
+        words = ("--task", f"{slow_layers.__file__}:{task.__name__}")
+        return Workload(name, words, task.rows, lambda: slow_layers.paced(task.network()), _token_loss)
     if name in random_tokens.GPTS:
         task = random_tokens.GPTS[name]
         return Workload(name, ("--task", f"{TOKENS_TASK}:{task.__name__}"), task.rows, task.network, _token_loss)
@@ -208,7 +214,16 @@ def hetseq_words(work: Workload, batch: int) -> list[str]:
         "--lr",
         str(LEARNING_RATE),
     ]
-    words += ["--lr-scheduler", "constant", "--clip-norm", str(CLIP_NORM), "--disable-validation", "--no-save"]
+    words += [
+        "--lr-scheduler",
+        "constant",
+        "--clip-norm",
+        str(CLIP_NORM),
+        "--disable-validation",
+        "--no-save",
+        "--memory-interval-updates",
+        "0",
+    ]  # no images in memory either: nothing would clear them away
     return [*words, "--persistent-time-interval", "0", "--log-format", "none"]
 
 

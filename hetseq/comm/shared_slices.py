@@ -3,7 +3,8 @@
 Responsible for `SliceExchange` over shared memory: no message carries data, and no slice is copied twice.
 
 The one idea: a rank offers memory to those that need a slice of it, and may change it once all of them have read. The
-reading, and the adding of what owners read, is done by the thread that waits or asks whether a transfer is over.
+reading, and the adding of what owners read, is done by the thread that waits or asks whether a transfer is over. A wait
+for one transfer takes part in all that have begun: others may wait for one of these, and only then reach that one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class SharedSlices:
         self._memory: dict[int, OfferedMemory] = {}  # by its address
         self._free: list[torch.Tensor] = []
         self._others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self._open: list[_Reading] = []  # transfers that have begun and are not over here
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert device.type == "cpu"
@@ -98,7 +100,12 @@ class SharedSlices:
         self.received_bytes += sum(tensor.nbytes for tensor in incoming.values())
         return self._begin("the state", dict(outgoing), list(incoming), copy if incoming else None, torch.uint8)
 
+    def take_part(self) -> None:
+        """Read what others have offered for any transfer that has begun."""
+        self._open = [one for one in self._open if one.late()]
+
     def close(self) -> None:
+        self._open.clear()
         self._free.clear()
         self._memory.clear()
 
@@ -117,7 +124,8 @@ class SharedSlices:
                 memory = self._memory[tensor.data_ptr()]
                 unread[taker] = self.ranks.offer(taker, memory, timeout_s=self.deadline_s())
         offers = {giver: self.ranks.expect(giver) for giver in needed}
-        return _Reading(self, what, offers, unread, read, dtype)
+        self._open.append(begun := _Reading(self, what, offers, unread, read, dtype))
+        return begun
 
 
 class _Reading:
@@ -138,15 +146,18 @@ class _Reading:
     def is_over(self) -> bool:
         self._exchange.ranks.hear()
         with PeerErrors(self._what, self._exchange.deadline_s()):
-            return not self._late()
+            return not self.late()
 
     def wait(self) -> None:
         timeout_s = self._exchange.deadline_s()
         with PeerErrors(self._what, timeout_s):
-            self._exchange.ranks.until(self._late, timeout_s)
-            self._late()
+            self._exchange.ranks.until(self._late_among_all, timeout_s)
 
-    def _late(self) -> Collection[int]:
+    def _late_among_all(self) -> Collection[int]:
+        self._exchange.take_part()
+        return self.late()
+
+    def late(self) -> Collection[int]:
         """The ranks that have yet to offer or to read; reads once all have offered."""
         ranks = self._exchange.ranks
         late = {giver for giver, offer in self._offers.items() if offer not in ranks.offers[giver]}

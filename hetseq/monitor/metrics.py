@@ -369,7 +369,7 @@ class _Recorder:
         self._put("course", {"step": step})
 
     def hold(self) -> None:
-        """Write no row that comes from now on, until `release`; events go on."""
+        """Write no row that comes from now on, until `release`. Events are written."""
         with self._wakeup:
             self._is_holding = True
 

@@ -58,7 +58,7 @@ class ActivationOffload:
         Raises RuntimeError in forward or backward if a kept tensor was changed in place, as autograd does, and
         HetSeqError if the tier fails.
         """
-        # by the storage itself: that of a parameter that comes and goes has no address yet
+        # by the storage itself: a parameter that comes and goes has no address yet
         stay = {one.untyped_storage()._cdata for one in (*self._model.parameters(), *self._model.buffers())}
         device = next(self._model.parameters()).device
         self.facts = OffloadFacts()

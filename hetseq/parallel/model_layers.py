@@ -17,16 +17,15 @@ _MOST_NAMES = 8  # in a message
 
 
 def find_layers(model: nn.Module, patterns: Sequence[str], *, flag: str) -> dict[str, nn.Module]:
-    """The modules of a model that fit `patterns`, by name, in the order of the model.
+    """The modules of a model that fit `patterns`, by name, in their order, and for each one in the order of the model.
 
     A pattern is of names as in `model.named_modules()`, such as `encoder.layer.*`; of modules inside each other the
     outer one counts. "auto" takes the modules of each `ModuleList` or `Sequential` that has several of one class with
     parts of their own. Raises ConfigError if a pattern fits nothing, with the option `flag` in the message.
     """
     by_name = {name: module for name, module in model.named_modules() if name}
-    found = {name for one in patterns for name in _fitting(one, by_name, model, flag)}
-    outer = {name for name in found if not any(name.startswith(f"{other}.") for other in found)}
-    return {name: module for name, module in by_name.items() if name in outer}
+    found = dict.fromkeys(name for one in patterns for name in _fitting(one, by_name, model, flag))
+    return {name: by_name[name] for name in found if not any(name.startswith(f"{other}.") for other in found)}
 
 
 def _fitting(pattern: str, by_name: dict[str, nn.Module], model: nn.Module, flag: str) -> list[str]:
@@ -34,15 +33,17 @@ def _fitting(pattern: str, by_name: dict[str, nn.Module], model: nn.Module, flag
         found = [name for name, module in by_name.items() for name in _layers(name, module)]
         if isinstance(model, nn.Sequential):
             found = [*_layers("", model), *found]
+        found = [name for name in by_name if name in set(found)]
         reason = "found no layers, several modules of one class in a ModuleList or Sequential"
     else:
         found = [name for name in by_name if fnmatch.fnmatchcase(name, pattern)]
         reason = "fits no module"
     if not found:
         names = [name for name in by_name if name.count(".") < 2][:_MOST_NAMES]
+        has = f"{', '.join(names)}{', ...' if len(names) == _MOST_NAMES else ''}" if names else "no modules inside it"
         raise ConfigError(
             f"{flag} {pattern} {reason} of {type(model).__name__}: expected patterns of names, as in"
-            f" 'encoder.layer.*'; it has {', '.join(names)}{', ...' if len(names) == _MOST_NAMES else ''}"
+            f" 'encoder.layer.*'; it has {has}"
         )
     return found
 

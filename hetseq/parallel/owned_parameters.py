@@ -6,26 +6,28 @@ or in several. What a rank owns lies in memory of its own; a unit's memory is fi
 after it, as in ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054), with parts of any size and ranks of any speed.
 
 The one idea: a micro-batch of all ranks is a round, with one order of transfers that is the same on every rank. The
-order alone says what is sent, never what a rank happens to hold or whether it has samples. So a rank without samples,
-or whose memory ran out amid a forward, carries the rest of the round out, and the others notice nothing until they
-vote. Each round begins with a row of all ranks that says which have samples.
+order alone decides about transfers, never the layers that a rank happens to hold, or whether it has samples. So a rank
+without samples, or whose memory ran out amid a forward, carries the rest of the round out, and the others notice
+nothing until they vote. Each round begins with a row of all ranks that says which have samples.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from hetseq.comm.group import Group
 from hetseq.comm.slices import Transfer
-from hetseq.errors import DisagreementError, HetSeqError, TaskError
+from hetseq.errors import DisagreementError, HetSeqError, PeerLostError, TaskError
+from hetseq.parallel.absent_parameters import RefusingAbsent, hidden_from
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
 from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
@@ -105,6 +107,20 @@ class OwnedParameters(OwnedUnits):
         self._spare: list[torch.Tensor] = []  # for the sums of a round, until they are added
         self._partial: dict[int, torch.Tensor] = {}  # by unit: the sums of a later round than the first
         self._measures, self._squares = False, 0.0
+        self._number_of = {  # of a parameter's layer, by the parameter's `id`; -1 for the root
+            id(self.parameters[index]): number
+            for number, layer in enumerate((self._root, *self._layers), -1)
+            for unit in layer.units
+            for index in unit.indices
+        }
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = [names[id(parameter)] for parameter in self.parameters]
+        # Dynamo would trace the mode that looks for uses of parameters, and compile all again without it
+        is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+        self._unseen = set[bool]() if is_compiled else {False, True}  # kinds of rounds, by `_is_forward_only`
+        self._given: dict[int, int] = {}  # by `id`: versions of the tensors that a layer was given
+        self._has_looked_for_ways = False
+        self._outputs: dict[int, list[Node]] = {}  # of the layers, until that is done
         for number, module in enumerate(layers.values()):
             self._hooks += self._hooks_of(number, module)
 
@@ -123,8 +139,30 @@ class OwnedParameters(OwnedUnits):
         """
         self._pause, self._measures, self._squares = pause, measures, 0.0
         self._begin_round(has_samples=True)
-        yield
-        self._end_round()  # after an error the next call does it, when the frames of this one and their memory are gone
+        try:
+            with self._refusing_absent():
+                yield
+        except PeerLostError:
+            raise
+        except HetSeqError:
+            with suppress(PeerLostError):
+                self._end_round()  # so that the other ranks reach the place of this error, which may be theirs too
+            raise
+        # after an error of memory the next call does it, when the frames of this one and their memory are gone
+        self._end_round()
+
+    def _refusing_absent(self) -> AbstractContextManager[object]:
+        """Context of the first round of a kind, in which no code may use parameters that are not here."""
+        if self._is_forward_only not in self._unseen:
+            return nullcontext()
+        self._unseen.discard(self._is_forward_only)
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+        def name_of_absent(key: int) -> str | None:
+            number = self._number_of.get(key, -1)
+            return None if number < 0 or self._layers[number].is_whole else self._names[places[key]]
+
+        return RefusingAbsent(name_of_absent)
 
     def serve(self) -> None:
         """Take part in the rounds of others, until no rank has a micro-batch. Collective. Raises PeerLostError."""
@@ -184,7 +222,7 @@ class OwnedParameters(OwnedUnits):
         return ops
 
     def _end_round(self) -> None:
-        """Carry out what is left of the round, and give its memory back."""
+        """Carry out the rest of the round, and give its memory back."""
         if self._stage is _Stage.IDLE:
             return
         while self._at < len(self._ops):
@@ -201,7 +239,7 @@ class OwnedParameters(OwnedUnits):
     # transfers
 
     def _issue_to(self, kind: _Kind, number: int) -> None:
-        """Begin all transfers up to those of a layer."""
+        """Begin all transfers as far as a layer's."""
         while self._at < self._ends[kind, number]:
             self._issue()
 
@@ -291,8 +329,9 @@ class OwnedParameters(OwnedUnits):
     # what the layers do
 
     def _hooks_of(self, number: int, module: torch.nn.Module) -> list[Any]:
-        def before(*_: Any) -> None:
+        def before(_module: Any, args: Any, kwargs: Any) -> None:
             self._before_forward(number)
+            self._given = {id(one): one._version for one in _tensors(args, kwargs)} if torch.is_grad_enabled() else {}
 
         def after(_module: Any, _args: Any, output: Any) -> None:
             self._after_forward(number, output)
@@ -300,13 +339,14 @@ class OwnedParameters(OwnedUnits):
         # they are no part of what a compiled layer computes
         apart: Callable[[Any], Any] = torch.compiler.disable
         return [
-            module.register_forward_pre_hook(apart(before), prepend=True), module.register_forward_hook(apart(after))
-        ]  # fmt: skip
+            module.register_forward_pre_hook(apart(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(apart(after)),
+        ]
 
     def _before_forward(self, number: int) -> None:
         layer = self._layers[number]
         if self._stage is _Stage.BACKWARD:  # it runs again, for activations that were not kept
-            if not layer.is_whole:
+            if number < self._passed or not layer.is_whole:
                 raise HetSeqError(
                     f"--shard-model all: {layer.name} runs again in backward before its parameters are here: checkpoint"
                     " activations with use_reentrant=False, or by --checkpoint-modules"
@@ -336,24 +376,27 @@ class OwnedParameters(OwnedUnits):
         name, before = self._layers[number].name, self._layers[self._last].name
         what = "runs twice in one micro-batch" if number == self._last else f"runs after {before}, which is behind it"
         raise HetSeqError(
-            f"--shard-model all: {name} {what}: each micro-batch may run each layer once, in the order of the model;"
-            " name other modules with --shard-modules, or use --shard-model state"
+            f"--shard-model all: {name} {what}: each micro-batch may run each layer once, in their order: name them"
+            " with --shard-modules in the order in which they run, or use --shard-model state"
         )
 
     def _after_forward(self, number: int, output: Any) -> None:
         if self._stage is not _Stage.FORWARD:
             return
         layer = self._layers[number]
-        if not self._is_forward_only and torch.is_grad_enabled():
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if torch.is_grad_enabled():
+            tensors = _tensors(output)
             if not tensors:
                 raise TaskError(
                     f"--shard-model all: {layer.name} returns {type(output).__name__}, in which no tensors can be seen:"
                     " return a tensor, or a tuple, list or dict of tensors"
                 )
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._before_backward(number))
+            # what it passes on as it was given is no output of its own: it may have left itself out
+            own = [one for one in tensors if one.requires_grad and self._given.get(id(one)) != one._version]
+            for tensor in own:
+                tensor.register_hook(lambda _: self._before_backward(number))
+            if not self._has_looked_for_ways:
+                self._outputs[number] = [tensor.grad_fn for tensor in own if tensor.grad_fn is not None]
         torch.clear_autocast_cache()  # which keeps copies of 16 bits of all parameters until forward is over
         if self._is_forward_only or number + 1 < len(self._layers):  # the last one is needed again at once
             self._free(layer)
@@ -366,7 +409,7 @@ class OwnedParameters(OwnedUnits):
             )
         if number > self._passed:
             raise HetSeqError(
-                f"--shard-model all: the gradients of {self._layers[number].name} come after those of"
+                f"--shard-model all: backward reaches {self._layers[number].name} after"
                 f" {self._layers[self._passed].name}, which is before it in the model: name other modules with"
                 " --shard-modules, or use --shard-model state"
             )
@@ -382,6 +425,9 @@ class OwnedParameters(OwnedUnits):
 
     def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
         unit, _ = self._home[index]
+        number = self._number_of[id(self.parameters[index])]
+        if self._stage is _Stage.BACKWARD and 0 <= number < self._passed:
+            self._refuse_hidden_way(number)
         if self._stage is not _Stage.BACKWARD:
             raise HetSeqError(
                 "--shard-model all: a gradient arrived outside of a round: let HetSeq call backward, once for the sums"
@@ -399,6 +445,12 @@ class OwnedParameters(OwnedUnits):
             self._at < len(self._ops) and self._ops[self._at].kind is _Kind.SUM and not self._ops[self._at].unit.missing
         ):
             self._issue()
+
+    def _refuse_hidden_way(self, number: int) -> None:
+        raise TaskError(
+            f"--shard-model all: gradients come to parameters of {self._layers[number].name} otherwise than through its"
+            " output: let its forward return all tensors that the loss depends on, or use --shard-model state"
+        )
 
     def _has_gradient(self, index: int) -> bool:
         return bool(self._arrived[index])
@@ -422,6 +474,12 @@ class OwnedParameters(OwnedUnits):
         self._pause, self._stage = pause, _Stage.BACKWARD
         if self._layers:
             self._issue_to(_Kind.FORWARD, len(self._layers) - 1)
+        if not self._has_looked_for_ways:
+            homes = {key: number for key, number in self._number_of.items() if number >= 0}
+            hidden = hidden_from(loss, self._outputs, homes)
+            self._has_looked_for_ways, self._outputs = True, {}  # they would keep what backward frees
+            if hidden is not None:
+                self._refuse_hidden_way(hidden)
         with lending(self._lenders):
             loss.backward()
 
@@ -496,6 +554,10 @@ def groups_of(
         (home,) = homes[id(parameter)] if len(homes[id(parameter)]) == 1 else (-1,)
         found[home + 1].setdefault(parameter.dtype, []).append(place)
     return [list(of_layer.values()) for of_layer in found]
+
+
+def _tensors(*trees: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
 
 
 def _allocate(flat: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of, take_in_
 from hetseq.system.processes import return_freed_memory
 
-_AT_ONCE = 2  # of the largest unit: elements whose gradients travel while those of the next unit are computed
+_AT_ONCE = 2  # of the largest unit: elements whose gradients travel while the next unit is computed
 _ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same memory for its gradients
 
 

@@ -22,14 +22,17 @@ import torch
 
 from hetseq import registry
 from hetseq.balance.shares import assign_shares
-from hetseq.checkpoint import CheckpointManager, Retention
+from hetseq.checkpoint import CheckpointManager, Loaded, Retention
 from hetseq.cluster.membership.assignment import InferenceJob
 from hetseq.comm.group import Group
 from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.parallel.base_parameters import check_same_base
-from hetseq.parallel.replica import load_model_, model_tensors
+from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
+from hetseq.parallel.model_layers import find_layers
+from hetseq.parallel.owned_parameters import OwnedParameters
+from hetseq.parallel.replica import check_fit, load_model_, model_tensors, trained_parameters
 from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.planning import make_validators
 from hetseq.run_directory import RunDirectory, json_line
@@ -66,30 +69,73 @@ def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: G
     """Do the job; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
     whereabouts.enter(Phase.SWEEPING)
     group.deadline_s = config.distributed.step_deadline or _SILENCE_S
-    step = _load(errand, config, material, group)
+    owned = _owned(config, material, group)
+    rounds = NO_ROUNDS if owned is None else owned
+    step = _load(errand, config, material, group, owned)
     weights = _weights(config, group)
     lines = []
     for validator in make_validators(config, material):
         if errand.output is None:
-            values = evaluate(validator, material.task, material.model, group, weights=weights)
+            values = evaluate(validator, material.task, material.model, group, weights=weights, rounds=rounds)
             lines.append(_shown(step, validator.split, values, wants_json=errand.wants_json))
         else:
-            count = predict(validator, material.task, material.model, group, Path(errand.output), weights=weights)
+            count = predict(
+                validator, material.task, material.model, group, Path(errand.output), weights=weights, rounds=rounds
+            )
             lines.append(f"step {step} {validator.split} predictions {count}")
+    if owned is not None:
+        owned.close()
     return "\n".join(lines)
 
 
-def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: Group) -> int:
-    """Give the model the weights of the checkpoint; the number of its step."""
+def _owned(config: Config, material: LoadedTask, group: Group) -> OwnedParameters | None:
+    """The parameters of a run with `--shard-model all`, without values yet; None: each rank has all of them."""
+    if config.distributed.shard_model != "all":
+        return None
+    model, weights = material.model, config.distributed.own_weights() or ()
+    fractions = weights if len(weights) == group.world_size else (1.0,) * group.world_size
+    layers = find_layers(model, config.distributed.shard_modules, flag="--shard-modules")
+    trained = [parameter for _, parameter in trained_parameters(model)]
+    return OwnedParameters(model, layers, trained, group, fractions=fractions, begins=False)
+
+
+def _load(
+    errand: InferenceJob, config: Config, material: LoadedTask, group: Group, owned: OwnedParameters | None
+) -> int:
+    """Give the model, or what this rank owns of it, the weights of the checkpoint; the number of its step."""
     directory = RunDirectory(Path(errand.run))
     manager = CheckpointManager(
         directory.path, run_id=directory.run_id, group=group, retention=Retention(-1, -1)
     )  # fmt: skip
-    loaded = manager.load(config.checkpoint.which_checkpoint, into=model_tensors(material.model))
+    which, model = config.checkpoint.which_checkpoint, material.model
+    live = model_tensors(model)
+    if owned is None:
+        loaded = manager.load(which, into=live)
+    else:
+        own = {f"model.{name}": owned.own_fragments.get(at) for at, (name, _) in enumerate(trained_parameters(model))}
+
+        def wanted(outline: Loaded) -> dict[str, list[tuple[int, int]]]:
+            check_fit(live, outline.tensors)
+            nothing: dict[str, list[tuple[int, int]]] = {
+                name: [] for name in outline.tensors if name.startswith("optim.") or name in own
+            }
+            return nothing | {name: [(one.begin, one.end)] for name, one in own.items() if one is not None}
+
+        common = {name: tensor for name, tensor in live.items() if name not in own}
+        loaded = manager.load(which, into=common, wanted=wanted)
     if loaded is None:
         raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
     check_same_base(material.model, loaded.state)
-    load_model_(material.model, loaded.tensors)
+    if owned is None:
+        load_model_(material.model, loaded.tensors)
+        return loaded.identity.step
+    with torch.no_grad():
+        for name, tensor in common.items():
+            tensor.copy_(loaded.tensors[name])
+        for name, one in own.items():
+            if one is not None:
+                (part,) = loaded.tensors[name]
+                one.owned.data.copy_(part.tensor.view(one.owned.shape))
     return loaded.identity.step
 
 
@@ -114,16 +160,20 @@ def evaluate(
     group: Group,
     *,
     weights: Sequence[float] | None = None,
+    rounds: Rounds = NO_ROUNDS,
 ) -> dict[str, float]:
     """The result of `Validator.evaluate`, with the same bits for any shares; every rank calls it and gets the same.
 
-    `weights`: fixed ones, by rank; None: by measured speed.
+    `weights`: fixed ones, by rank; None: by measured speed. In `rounds` the parameters of the model are here.
     """
-    with validator.judging(task, model):
-        names = validator.metric_names(task, model)
+    with validator.judging(task, model), rounds.without_gradients():
+        names = validator.metric_names(task, model, rounds)
 
         def work(pieces: Sequence[Piece]) -> list[bytes]:
-            return [np.array(row, np.float64).tobytes() for row in validator.rows(task, model, names, pieces)]
+            rows = validator.rows(task, model, names, pieces, rounds)
+            answers = [np.array(row, np.float64).tobytes() for row in rows]
+            rounds.serve()
+            return answers
 
         totals = [0.0] * (2 * (len(validator.terms) + len(names)))
         for row in sweep(group, validator.pieces(), work, weights=weights, what=validator.split):
@@ -139,6 +189,7 @@ def predict(
     output: Path,
     *,
     weights: Sequence[float] | None = None,
+    rounds: Rounds = NO_ROUNDS,
 ) -> int:
     """Write one line per sample of the split, in the order of the data set; rank zero writes. Returns their number.
 
@@ -153,12 +204,15 @@ def predict(
 
     def lines_of(start: int, stop: int) -> bytes:
         batch = read(start, stop)
-        return _lines(task, task.predictions(model, source.place(batch.sample)), batch)
+        with rounds.round():
+            return _lines(task, task.predictions(model, source.place(batch.sample)), batch)
 
     def work(pieces: Sequence[Piece]) -> list[bytes]:
-        return [b"".join(validator.in_parts(piece, lines_of)) for piece in pieces]
+        answers = [b"".join(validator.in_parts(piece, lines_of)) for piece in pieces]
+        rounds.serve()
+        return answers
 
-    with validator.judging(task, model), ExitStack() as closing:
+    with validator.judging(task, model), rounds.without_gradients(), ExitStack() as closing:
         file = _Output(output, closing) if group.rank == 0 else None
         for lines in sweep(group, validator.pieces(), work, weights=weights, what=validator.split):
             if file is not None:

@@ -82,11 +82,14 @@ class LoadedTask:
         """Run the trial of the loss; in `rounds` the parameters are here. Raises TaskError. Any rank, alone, or all."""
         whereabouts.enter(Phase.TRIAL)
         collate = noted(collater_of(self.task, self.train), f"the first samples of {TRAINING_DATA}")
-        with noting("the trial before the first step"), self.precision.computing(self.device):
-            self.trial = probe.check_loss(
-                self.task, self.model, self.train, collate=collate, place=self.place, terms=self.terms, seed=self.seed,
-                precision=self.precision, rounds=rounds,
-            )  # fmt: skip
+        computing = self.precision.computing(self.device)
+        with noting("the trial before the first step"), computing, rounds.without_gradients():
+            with rounds.round():
+                self.trial = probe.check_loss(
+                    self.task, self.model, self.train, collate=collate, place=self.place, terms=self.terms,
+                    seed=self.seed, precision=self.precision,
+                )  # fmt: skip
+            rounds.serve()
 
     @functools.cached_property
     def task_state(self) -> TaskState:

@@ -331,7 +331,7 @@ class _Memory:
         return self.model.parameter_bytes
 
     def leaving_bytes(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """What is free once a whole model that is here now has gone to its owners."""
+        """The memory that a whole model leaves when it goes to its owners, 0 if it is not here."""
         return self.model.parameter_bytes if self.has_layers and parameters[0].untyped_storage().size() else 0
 
 
@@ -376,8 +376,9 @@ def _rooms_and_limits(rows: Rows) -> tuple[list[int], list[int | None]]:
 
 def _say_who_owns(reducer: OwnedUnits, slots: Sequence[int]) -> None:
     ownership = reducer.ownership
+    what = "optimizer state" if isinstance(reducer, OwnedGradients) else "parameters, optimizer state"
     parts = [
         f"rank {slot} {100 * ownership.owned_by(rank) / max(1, ownership.total):.3g} %"
         for rank, slot in enumerate(slots)
     ]
-    logger.info("optimizer state and gradient sums are divided: %s", ", ".join(parts))
+    logger.info("%s and gradient sums are divided: %s", what, ", ".join(parts))

@@ -8,7 +8,7 @@ after that: a device that was full once will be full again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hetseq.data.plan import MicroBatchCap
@@ -65,15 +65,19 @@ class MicroBatchSizes:
             return cut
         return min(samples, 1) if self._most is None else -(-samples // self._most)
 
-    def spread(self, samples: int, rounds: int) -> None:
-        """Cut shares of so many samples evenly into `rounds`, since all ranks compute that many together."""
+    def spread(self, samples: int, rounds: int, *, cut: Sequence[int]) -> bool:
+        """Cut shares of so many samples evenly into `rounds`, since all ranks compute that many together.
+
+        Whether the share that is `cut` into micro-batches of these sizes has to be cut again.
+        """
         if self.is_fixed or self.cap.tokens is not None or not samples:
-            return
+            return False
         even = -(-samples // rounds)
         even = min(-(-even // self.cap.multiple) * self.cap.multiple, samples)
         least = even if self._most is None else min(even, self._most)
         if least != (self.cap.samples or samples):
             self.cap = replace(self.cap, samples=least)
+        return not self.is_learning and cut[0] != min(least, samples)
 
     def see(self, samples: int, needed_bytes: int) -> None:
         """Record that a micro-batch of `samples` needed at most `needed_bytes` for itself."""

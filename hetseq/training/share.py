@@ -93,10 +93,10 @@ class ShareComputer:
         """
         if self.sizes.is_learning:  # by the sizes of the previous step: by now the optimizer has allocated its memory
             self.sizes.foresee(memory.free_bytes(self.device))
-        self._cut_in_rounds(data)
+        is_other_cut = self._cut_in_rounds(data)
         while True:
-            if not all(self.sizes.holds(batch.size, batch.work) for batch in data.micro_batches):
-                data = fetch_again(data, self.sizes.cap)
+            if is_other_cut or not all(self.sizes.holds(batch.size, batch.work) for batch in data.micro_batches):
+                data, is_other_cut = fetch_again(data, self.sizes.cap), False
             part, refused = self.attempt(data, counts)
             if part is not None:
                 return part
@@ -112,11 +112,15 @@ class ShareComputer:
                 return Part((0.0,) * len(self.terms), (), (), is_whole=False)
             self.replica.buffers.restore_()
 
-    def _cut_in_rounds(self, data: StepData) -> None:
-        """Agree with the other ranks on how many micro-batches a share has, where they compute them together."""
+    def _cut_in_rounds(self, data: StepData) -> bool:
+        """Agree with the other ranks on how many micro-batches a share has, where they compute them together.
+
+        Whether the share has to be cut in another way for that: how it is cut depends on this step alone, whatever the
+        shares of steps before it were, so that a run that is resumed here computes the same.
+        """
         needed = self.sizes.needed(data.samples, len(data.micro_batches))
-        if rounds := self.replica.reducer.rounds(needed):
-            self.sizes.spread(data.samples, rounds)
+        rounds = self.replica.reducer.rounds(needed)
+        return rounds > 0 and self.sizes.spread(data.samples, rounds, cut=[one.size for one in data.micro_batches])
 
     def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, MicroBatch | None]:
         """Try the share as it is cut: returns the part, or the micro-batch that did not fit in memory."""

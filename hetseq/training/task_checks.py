@@ -18,7 +18,6 @@ import torch
 
 from hetseq.data.fetch import TRAINING_DATA, samples_in_words, seed_everything
 from hetseq.errors import TaskError
-from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.system.task_failure import noted
 from hetseq.task import Sums, Task, check_sums, counts_of, is_overridden
 from hetseq.training.carried_state import CarriedState
@@ -61,13 +60,13 @@ def changed_terms(task: Task, counts: dict[str, float], terms: tuple[str, ...]) 
 
 def check_loss(
     task: Task, model: torch.nn.Module, dataset: Any, *, collate: Any, place: Any, terms: tuple[str, ...], seed: int,
-    precision: Precision = PRECISIONS["fp32"], rounds: Rounds = NO_ROUNDS,
+    precision: Precision = PRECISIONS["fp32"],
 ) -> LossTrial:  # fmt: skip
     """Raise TaskError if `loss` has other terms than `count`, or returns means; otherwise return the results.
 
     A sum over two samples is the sum of the two sums; a mean is the mean of the two means. A collater that draws random
     numbers makes another batch of the same samples each time, so then both are collated together once, and the batch
-    is cut in two; a batch that cannot be cut shows nothing about sums. In `rounds` the parameters are here.
+    is cut in two; a batch that cannot be cut shows nothing about sums.
     """
     if not is_overridden(task, "loss"):
         return LossTrial()
@@ -84,7 +83,7 @@ def check_loss(
         for batch, size in zip(batches, (1, 1, 2) if len(batches) == 3 else (len(_probes(dataset)[-1]),)):
             seed_everything(seed)
             placed, before = place(batch), _generators()
-            with rounds.without_gradients(), rounds.round(), state.during(placed):
+            with state.during(placed):
                 # gradients stay on: a loss may be made of derivatives
                 sums = check_sums(task, task.loss(model, placed), terms)
             is_random = is_random or _generators() != before

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout is resumed under any layout: replicas, owners, and owners beside a memory server.
+"""A checkpoint of any layout is resumed under any layout: replicas, owners of the state or of all, and memory servers.
 
 One run for each layout trains to its end without an interruption and saves half-way. Each of these checkpoints is
 resumed under each layout. What a checkpoint holds has the same bits for every reader. The losses behind it are those
@@ -41,17 +41,22 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Who computes, and who owns: weights by rank; None for replicas, which all own everything."""
+    """Who computes, and who owns: weights by rank; None for replicas, which all own everything.
+
+    `kind`: of which things a rank has only what it owns; with `all` of parameters too.
+    """
 
     balance: str
     own: str | None = None
+    kind: str = "state"
 
     @property
     def world_size(self) -> int:
         return self.balance.count(",") + 1
 
     def words(self) -> list[str]:
-        owners = [] if self.own is None else ["--shard-model", "state", "--own", self.own]
+        owners = [] if self.own is None else ["--shard-model", self.kind, "--own", self.own]
+        owners += ["--shard-modules", "first,last"] if self.kind == "all" else []
         return ["--balance", self.balance, *owners]
 
 
@@ -61,6 +66,9 @@ LAYOUTS = {
     "3:1": Layout("3,1", "3,1"),
     "6:2:1": Layout("7,4,1", "6,2,1"),
     "server": Layout("3,1,0", "0,0,1"),
+    "all 1:3": Layout("3,1", "1,3", "all"),
+    "all 6:2:1": Layout("7,4,1", "6,2,1", "all"),
+    "all server": Layout("3,1,0", "1,1,8", "all"),
 }
 #: The ranks of each pair compute the same samples. Replicas that share memory, and owners, add the gradients of all
 #: ranks in rank order, and AdamW updates element by element. So every sum of both has one order, if no step is clipped:

@@ -44,7 +44,7 @@ from tests.support.training import prepared, toy_words
 STEPS = 50
 GRADIENT, CURVE = 1e-14, 1e-11
 OWNERS = ["3,1", "6,2,1", "1,1,8", "2,0,1"]
-ROWS = {"3,1": "9,3", "6,2,1": "7,4,1", "1,1,8": "9,3,0", "2,0,1": "5,4,3"}
+ROWS = {"3,1": "9,3", "1,3": "9,3", "6,2,1": "7,4,1", "1,1,8": "9,3,0", "2,0,1": "5,4,3"}
 #: the inputs of layers alone are kept, and all but one of them leave for a file
 AWAY = f"--checkpoint-modules auto --offload-activations --loading-horizon 1 --offload-dir {tempfile.gettempdir()}"
 OPTIMIZERS = ["adamw", "sgd", "adadelta", "adagrad", "lamb", "muon"]

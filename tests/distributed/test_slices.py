@@ -95,6 +95,27 @@ def test_sums_reach_their_owners_and_slices_those_that_compute(kind: str) -> Non
         assert (facts["sent"], facts["received"]) == (sent, received)
 
 
+def wait_in_another_order(group: Group, kind: str) -> bool:
+    """One rank waits for the first of two transfers, the other one for the second; each takes part in both."""
+    exchange, bounds = exchange_of(group, kind), (0, 4, 8)
+    flat = exchange.memory(8, torch.float32, CPU).fill_(group.rank + 1.0)
+    own = exchange.memory(4, torch.float32, CPU).fill_(group.rank + 5.0)
+    total, whole = torch.empty(4), torch.empty(8)
+    begun = [
+        exchange.sum_to_owners(flat, total, bounds=bounds, givers=(0, 1)),
+        exchange.gather(whole, bounds=bounds, takers=(0, 1), own=own),
+    ]
+    for transfer in begun if group.rank else begun[::-1]:
+        transfer.wait()
+    exchange.close()
+    return total.tolist() == [3.0] * 4 and whole.tolist() == [5.0] * 4 + [6.0] * 4
+
+
+@pytest.mark.parametrize("kind", ["shared", "tagged"])
+def test_ranks_may_wait_for_transfers_in_different_orders(kind: str) -> None:
+    assert run_ranks(wait_in_another_order, 2, kind, timeout_s=40, group_timeout_s=5) == [True, True]
+
+
 def die_in_a_transfer(group: Group, kind: str, victim: int) -> str:
     exchange = exchange_of(group, kind)
     bounds: Sequence[int] = (0, 4, 8, 12)

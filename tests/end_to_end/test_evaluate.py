@@ -28,6 +28,11 @@ STOPS = "os.kill(os.getpid(), 19)"
 TRAINED = ("--cpu", "--batch-size", "5", "--max-update", "3", "--lr", "0.001", "--precision", "fp64")
 
 
+def toy(folder: Path, **bodies: str) -> Path:
+    """The file of a task whose model has a module inside."""
+    return write_task(folder, build_model="return torch.nn.Sequential(torch.nn.Linear(3, 1))", **bodies)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_imports() -> None:
     """Commands that are signalled begin after their imports."""
@@ -38,7 +43,7 @@ def no_imports() -> None:
 def run(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a trained toy, which says things of its own that are not meant for these commands."""
     folder = tmp_path_factory.mktemp("evaluate")
-    task = write_task(folder, predictions=PREDICTIONS)
+    task = toy(folder, predictions=PREDICTIONS)
     cluster = ("--distributed-world-size", "2", "--balance", "3,1", "--throttle", "0:1.5")
     start = ("--disable-validation", "--resume", "none")
     done = warm.run(["train", "--task", f"{task}:Toy", *TRAINED, *cluster, *start, "--save-dir", str(folder / "run")])
@@ -48,6 +53,10 @@ def run(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on(ranks: int) -> tuple[str, ...]:
     return ("--distributed-world-size", str(ranks))
+
+
+#: parameters come and go; rank 1 owns a quarter of them
+DIVIDED = ("--shard-model", "all", "--shard-modules", "0", "--own", "3,1")
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -60,10 +69,11 @@ def test_every_number_of_ranks_gives_the_same_lines_and_files_and_leaves_the_run
 ) -> None:
     before = files_of(run)
     lines, rows, files = set(), set(), set()
-    for ranks in (1, 2, 3):
-        said = [warm.run(["evaluate", run, *on(ranks)]), warm.run(["evaluate", run, "--json", *on(ranks)])]
-        output = tmp_path / f"{ranks}.txt"
-        said.append(warm.run(["predict", run, "--subset", "valid", "--output", output, *on(ranks)]))
+    for ranks, words in ((1, ()), (2, ()), (3, ()), (2, DIVIDED)):
+        how = (*on(ranks), *words)
+        said = [warm.run(["evaluate", run, *how]), warm.run(["evaluate", run, "--json", *how])]
+        output = tmp_path / f"{ranks}{len(words)}.txt"
+        said.append(warm.run(["predict", run, "--subset", "valid", "--output", output, *how]))
         assert [each.code for each in said] == [0, 0, 0], [each.err for each in said]
         lines.add(said[0].out)
         rows.add(said[1].out)
@@ -101,7 +111,7 @@ def test_a_file_that_somebody_else_has_made_meanwhile_stays(warm: WarmLauncher, 
 
 def predict_otherwise(warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: str) -> Finished:
     """The command on three ranks with a task that does something else at sample 7."""
-    task = write_task(tmp_path, predictions=AT_SEVEN.format(at_seven))
+    task = toy(tmp_path, predictions=AT_SEVEN.format(at_seven))
     words = ["predict", run, "--task", f"{task}:Toy", "--subset", "valid", "--output", tmp_path / "out.txt", *on(3)]
     words += ["--step-deadline", "2"] if at_seven.endswith(STOPS) else []
     return warm.run(words)
@@ -132,7 +142,7 @@ def test_a_rank_that_fails_ends_the_command_in_words_and_leaves_no_file(
 def test_a_command_that_is_interrupted_leaves_no_file(run: Path, tmp_path: Path, number: int) -> None:
     sign, output = tmp_path / "sign", tmp_path / "out"
     output.mkdir()
-    task = write_task(tmp_path, predictions=AT_SEVEN.format(f"open({str(sign)!r}, 'x'); import time; time.sleep(600)"))
+    task = toy(tmp_path, predictions=AT_SEVEN.format(f"open({str(sign)!r}, 'x'); import time; time.sleep(600)"))
     words = ["predict", run, "--task", f"{task}:Toy", "--subset", "valid", "--output", output / "out.txt", *on(2)]
     environment = {"TMPDIR": str(output)}
     with start_command(words, program=HETSEQ, env=environment, is_cold=False) as command:
@@ -172,10 +182,10 @@ BAD_OUTPUT = {
 def refused(warm: WarmLauncher, run: Path, tmp_path: Path, command: str, words: list[str], says: str) -> None:
     """The command is refused in these words, and no file is made."""
     bare = tmp_path / "bare"
-    task = write_task(
+    task = toy(
         tmp_path, load_dataset='return [sample(index) for index in range(9)] if split != "gone" else None'
     )
-    mute = write_task(tmp_path, name="mute", load_dataset="raise AssertionError('nobody asks for data in vain')")
+    mute = toy(tmp_path, name="mute", load_dataset="raise AssertionError('nobody asks for data in vain')")
     bare.mkdir()
     (bare / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     places = {"RUN": run, "BARE": bare, "TASK": f"{task}:Toy", "MUTE": f"{mute}:Toy", "HERE": tmp_path}

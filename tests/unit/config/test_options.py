@@ -263,7 +263,10 @@ def test_the_memory_for_state_is_a_size_or_a_promise_to_stay(text: str, size: in
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--shard-model all", "--shard-model all: expected one of none, state, auto"),
+        ("--shard-model some", "--shard-model some: expected one of none, state, all, auto"),
+        ("--shard-modules layer.*", "--shard-modules layer.* names what comes and goes with --shard-model all, but"
+         " --shard-model is state: add --shard-model all, or leave it out"),
+        ("--shard-model all --shard-modules a+b", "--shard-modules a+b: expected auto, or names with wildcards"),
         ("--own some", "--own some: expected auto, equal, or weights as in 3,1,0"),
         ("--own 3,,1", "--own 3,,1: expected auto, equal, or weights as in 3,1,0"),
         ("--own 3,1/1,3", "--own 3,1/1,3: expected auto, equal, or weights as in 3,1,0"),
@@ -641,6 +644,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "shadow": {"join": "tcp://node-1:29400", "min_ranks": 1},
     "own": {"shard_model": "state"},
     "own_memory": {"shard_model": "state"},
+    "shard_modules": {"shard_model": "all"},
     "offload_dir": {"offload_activations": True},
     "scale_lr": {"scale_lr_from": 64},
     "scale_lr_from": {"scale_lr": "linear"},
