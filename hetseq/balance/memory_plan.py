@@ -6,15 +6,17 @@ memory, bytes on the links and seconds of a step. It knows no run, no file and n
 The one idea: samples follow speed and state follows memory, independently. `none` keeps optimizer state and gradient
 sums whole on every rank. `state` gives each rank a fraction of them, and the parameters stay whole everywhere. `all`
 gives each rank a fraction of the parameters too, which come and go layer by layer, in as many rounds as the rank with
-the most micro-batches has. With fractions in proportion to the free memory every rank is left the same part of it.
+the most micro-batches needs; each share is cut evenly into them. With fractions in proportion to the free memory every
+rank is left the same part of it.
 
 Symbols of the comments: P parameters; c, m, o, g bytes per parameter for computing, a separate master copy, the
-optimizer and the gradient; u parameters of the largest unit; A bytes of activations per sample; f_i the fraction that
-rank i owns; a_i is 1 if it computes samples, else 0; C the number of ranks that do; R the rounds.
+optimizer and the gradient; A bytes of activations per sample; f_i the fraction that rank i owns; a_i is 1 if it
+computes samples, else 0; C the number of ranks that do; n layers; R rounds.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +25,8 @@ from hetseq.errors import ConfigError
 
 SHARD_MODELS = ("none", "state", "all")  # the simpler one first
 USABLE = 0.92  # of a rank's memory; the rest is for the runtime, its kernels and gaps between tensors
-_BACKWARD = 2 / 3  # of a micro-batch
+_FORWARD, _BACKWARD = 1.0, 2.0  # the arithmetic of each, in forwards
+_INPUT = 1 / 16  # of what a layer of a transformer keeps for backward: a layer of the included GPT keeps 20 inputs
 _SHOWN_RANKS = 8
 
 
@@ -33,7 +36,9 @@ class ModelMemory:
 
     `largest_unit_parameters`: of the largest piece in which gradients travel, a bucket or a larger tensor.
     `cast_bytes_per_parameter`: the 16-bit copies that autocast keeps during a step, 2 with bf16 and fp16. `layers`:
-    how many of one size come and go with `all`, beside a root as large as one of them.
+    how many of one size come and go with `all`, beside a root: everything in no layer, None for as much as in one.
+    `checkpoints`: backward computes each layer again (`--checkpoint-modules`). `offloads`: activations leave the
+    device, and come back `horizon` layers ahead of backward (`--offload-activations`).
     """
 
     parameters: int
@@ -45,11 +50,42 @@ class ModelMemory:
     optimizer_bytes_per_parameter: int = 8
     gradient_bytes_per_parameter: int = 4
     layers: int = 24
+    root_parameters: int | None = None
+    checkpoints: bool = False
+    offloads: bool = False
+    horizon: int = 2
 
     @property
-    def layer_parameters(self) -> int:
-        """The parameters of a layer, and of the root."""
-        return -(-self.parameters // (self.layers + 1))
+    def root(self) -> int:
+        """The parameters of the root."""
+        return -(-self.parameters // (self.layers + 1)) if self.root_parameters is None else self.root_parameters
+
+    @property
+    def layer(self) -> int:
+        """The parameters of a layer."""
+        return -(-(self.parameters - self.root) // self.layers)
+
+    @property
+    def kept_bytes_per_sample(self) -> int:
+        """What forward keeps of a sample on the device: of all layers, or of their inputs and of one layer at work."""
+        kept, at_work = float(self.activation_bytes_per_sample), 0.0
+        if self.checkpoints:
+            kept, at_work = kept * _INPUT, kept / self.layers
+        if self.offloads:
+            kept *= min(1.0, (self.horizon + 2) / self.layers)
+        return round(kept + at_work)
+
+    @property
+    def forward_part(self) -> float:
+        """The part of a micro-batch that is forward; the rest is backward."""
+        return _FORWARD / (_FORWARD + _BACKWARD + (_FORWARD if self.checkpoints else 0))
+
+    def costs(self, plain: Cost) -> Cost:
+        """The cost of a rank whose cost without `checkpoints` this is."""
+        if not self.checkpoints:
+            return plain
+        factor = (_FORWARD + _BACKWARD + _FORWARD) / (_FORWARD + _BACKWARD)
+        return replace(plain, per_unit_s=plain.per_unit_s * factor, per_batch_s=plain.per_batch_s * factor)
 
     @property
     def state_bytes(self) -> int:
@@ -93,12 +129,13 @@ class RankMemory:
 class Layout:
     """A layout that fits. Lists are by rank; `left_bytes` is what state and computing leave of the usable memory.
 
-    `micro_batch`: the most samples of one forward. `exchange_s`: of each exchange the busiest link's, added up; parts
-    are hidden.
+    `micro_batch`: the most samples of one forward. `rounds`: micro-batches of the rank that has the most. `exchange_s`:
+    of each exchange the busiest link's, added up; parts are hidden.
     """
 
     shard_model: str
     micro_batch: int
+    rounds: int
     shares: tuple[int, ...]
     fractions: tuple[float, ...]
     sent_bytes: tuple[int, ...]
@@ -190,10 +227,14 @@ def _fractions(room: Sequence[int], is_stable: Sequence[bool], needed: int) -> t
 def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total: int, size: int) -> Candidate:
     """The layout of this kind with micro-batches of at most `size` samples."""
     usable = [int(USABLE * rank.device_bytes) for rank in ranks]
-    costs = [_in_micro_batches(rank.cost, size) for rank in ranks]
+    costs = [_in_micro_batches(model.costs(rank.cost), size) for rank in ranks]
     while True:
         shares = balance_shares(total, costs)
-        taken = [_taken_bytes(kind, model, share, cost.batch or size) for share, cost in zip(shares, costs)]
+        rounds = max(-(-share // (cost.batch or size)) for share, cost in zip(shares, costs))
+        # with `all` each share is cut evenly into the rounds, and else into full micro-batches
+        at_once = [-(-share // rounds) if kind == "all" else min(share, cost.batch or size)
+                   for share, cost in zip(shares, costs)]  # fmt: skip
+        taken = [_taken_bytes(kind, model, share, most) for share, most in zip(shares, at_once)]
         missing = tuple(
             max(0, bytes_ - most, _above_limit(kind, model, rank)) for bytes_, most, rank in zip(taken, usable, ranks)
         )
@@ -205,35 +246,31 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
         costs = others
     names = [rank.name for rank in ranks]
     if any(missing):
-        return Misfit(kind, missing, 0, _too_small(kind, names, missing))
+        return Misfit(kind, missing, 0, _too_small(kind, model, names, missing))
     fractions: tuple[float, ...] = (1.0,) * len(ranks)
     left = [most - bytes_ for bytes_, most in zip(taken, usable)]
     if kind != "none":
-        owned_bytes = model.owned_bytes(kind)
+        owned_bytes = model.owned_bytes(kind) + _received_bytes(kind, model)
         left = [bytes_ + rank.host_bytes for bytes_, rank in zip(left, ranks)]
         room = [bytes_ if rank.most_owned_bytes is None else min(bytes_, rank.most_owned_bytes)
                 for bytes_, rank in zip(left, ranks)]  # fmt: skip
         divided = _fractions(room, [rank.is_stable for rank in ranks], owned_bytes)
         if divided is None:
-            reason = _no_room(names, room, owned_bytes, kind)
-            reason += ", or compute fewer samples at a time (--batch-size, --checkpoint-modules auto)"
-            return Misfit(kind, missing, owned_bytes - sum(room), reason)
+            return Misfit(kind, missing, owned_bytes - sum(room), _no_room_to_own(kind, model, names, room))
         fractions = divided
         left = [bytes_ - round(own * owned_bytes) for bytes_, own in zip(left, fractions)]
-    rounds = max(-(-share // (cost.batch or size)) for share, cost in zip(shares, costs))
-    phases = _phases(kind, model, shares, fractions, rounds)
-    compute_s = step_seconds(shares, costs)
-    micro_batch_s = compute_s / rounds
+    compute_s = rounds_seconds(shares, costs, rounds) if kind == "all" else step_seconds(shares, costs)
     exchange_s, exposed_s = 0.0, 0.0
+    phases = _phases(kind, model, shares, fractions, rounds)
     for part, flows in phases:
         phase_s = max(max(flow) / rank.link_bytes_per_s for flow, rank in zip(flows, ranks))
         exchange_s += phase_s
-        exposed_s += max(0.0, phase_s - part * micro_batch_s)
+        exposed_s += max(0.0, phase_s - part * compute_s)
     sent, received = (
         tuple(round(sum(flows[rank][way] for _, flows in phases)) for rank in range(len(ranks))) for way in (0, 1)
     )
     return Layout(
-        kind, size, shares, fractions, sent, received, tuple(left), compute_s, exchange_s, compute_s + exposed_s
+        kind, size, rounds, shares, fractions, sent, received, tuple(left), compute_s, exchange_s, compute_s + exposed_s
     )
 
 
@@ -250,21 +287,13 @@ def _in_micro_batches(cost: Cost, size: int) -> Cost:
 
 
 def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int:
-    """The memory of a rank that computes `share` samples, `at_once` in a micro-batch; but for its own, if it has any."""
+    """The memory of a rank that computes `share` samples, `at_once` in a micro-batch, without what it owns."""
     if kind == "all":
-        unit, gradients = (
-            model.layer_parameters,
-            2 * model.layer_parameters,
-        )  # of two layers, and what an owner receives
-        if not share:
-            return gradients * model.gradient_bytes_per_parameter
-        whole = 3 * unit * (model.compute_bytes_per_parameter + model.cast_bytes_per_parameter)  # two layers, the root
-        activations = model.activation_bytes_per_sample * min(share, at_once)
-        return whole + 2 * gradients * model.gradient_bytes_per_parameter + activations
+        return _whole_bytes(model) + model.kept_bytes_per_sample * at_once if share else 0
     taken = model.parameter_bytes
     if share:
         taken += model.cast_bytes_per_parameter * model.parameters
-        taken += model.activation_bytes_per_sample * min(share, at_once)
+        taken += model.kept_bytes_per_sample * at_once
     if kind == "none":
         return taken + model.state_bytes
     unit_bytes = model.largest_unit_parameters * model.gradient_bytes_per_parameter
@@ -273,28 +302,74 @@ def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int
     return taken + 2 * unit_bytes
 
 
+def _whole_bytes(model: ModelMemory) -> int:
+    """With `all`: parameters and gradients that a rank has whole while it computes."""
+    whole = min(2, model.layers) * model.layer + model.root
+    # autograd keeps the copies of 16 bits until backward, unless it computes each layer again
+    cast = whole if model.checkpoints else model.parameters
+    # of the root, of the layer at work, and of two units that travel
+    gradients = model.root + model.layer + 2 * max(model.layer, model.root)
+    return (
+        whole * model.compute_bytes_per_parameter
+        + cast * model.cast_bytes_per_parameter
+        + gradients * model.gradient_bytes_per_parameter
+    )
+
+
+def _received_bytes(kind: str, model: ModelMemory) -> int:
+    """With `all`: what an owner of everything receives at a time. Of two units that travel the slices of two ranks, and
+    the sums of a round."""
+    return 6 * max(model.layer, model.root) * model.gradient_bytes_per_parameter if kind == "all" else 0
+
+
+def rounds_seconds(shares: Sequence[int], costs: Sequence[Cost], rounds: int) -> float:
+    """The time of a step in rounds, each as long as its slowest rank. Full micro-batches come first."""
+    # ranks of one group have the same cost, and all but the same share
+    alike = [(share, -(-share // rounds), cost) for share, cost in set(zip(shares, costs)) if share]
+    # between these rounds no rank's micro-batch changes
+    changes = sorted({0, 1, rounds, *(share // size + more for share, size, _ in alike for more in (0, 1))})
+
+    def seconds(number: int, share: int, size: int, cost: Cost) -> float:
+        samples = min(size, max(0, share - number * size))
+        fixed_s = 0.0 if number else cost.fixed_s
+        return fixed_s + cost.per_batch_s + cost.per_unit_s * samples if samples else 0.0
+
+    return sum(
+        (end - begin) * max(seconds(begin, *one) for one in alike)
+        for begin, end in itertools.pairwise(changes)
+        if begin < rounds
+    )
+
+
 def _phases(
     kind: str, model: ModelMemory, shares: Sequence[int], fractions: Sequence[float], rounds: int
 ) -> list[tuple[float, list[tuple[float, float]]]]:
-    """The exchanges of a step, one after the other: the part of a micro-batch behind which each can hide, and the bytes
+    """The exchanges of a step, one after the other: the part of its compute behind which each can hide, and the bytes
     that each rank sends and receives, (world_size, 2)."""
     world_size, computing = len(shares), sum(share > 0 for share in shares)
+    forward, backward = model.forward_part, 1 - model.forward_part
     if kind == "none":
         ring = 2 * (world_size - 1) / world_size * model.gradient_bytes
-        return [(_BACKWARD, [(ring, ring)] * world_size)]
-    gather, reduce, both = [], [], []
-    for share, own in zip(shares, fractions):
-        computes = int(share > 0)
-        others, owned = computes * (1 - own), own * (computing - computes)  # a(1-f), f(C-a)
-        gather.append((owned * model.parameter_bytes, others * model.parameter_bytes))
-        reduce.append((others * model.gradient_bytes, owned * model.gradient_bytes))
-        # in each round parameters come twice, but the root and the last layer once
-        comes = 2 * (model.parameters - model.layer_parameters) * model.compute_bytes_per_parameter
-        sent, received = owned * comes + others * model.gradient_bytes, others * comes + owned * model.gradient_bytes
-        both.append((rounds * sent, rounds * received))
-    if kind == "all":
-        return [(float(rounds), both)]  # hidden behind the layers, but for the first one
-    return [(0.0, gather), (_BACKWARD, reduce)]  # forward waits for all parameters
+        return [(backward / rounds, [(ring, ring)] * world_size)]
+    # by rank: the part that it lacks and computes with, a(1-f), and the part that it gives to others, f(C-a)
+    parts = [((share > 0) * (1 - own), own * (computing - (share > 0))) for share, own in zip(shares, fractions)]
+
+    def flows(gathered: int, summed: int) -> list[tuple[float, float]]:
+        c, g = gathered * model.compute_bytes_per_parameter, summed * model.gradient_bytes_per_parameter
+        return [(given * c + lacked * g, lacked * c + given * g) for lacked, given in parts]
+
+    if kind == "state":  # forward waits for all parameters; the last backward hides gradients
+        return [(0.0, flows(model.parameters, 0)), (backward / rounds, flows(0, model.parameters))]
+    # in each round nothing hides the first layer and the root, neither when they come nor when their gradients go. Of
+    # the other layers parameters come twice, but for the last one, which stays between forward and backward.
+    first, others, hiding = model.layer + model.root, model.parameters - model.layer - model.root, 1 - 1 / model.layers
+    once = [
+        (0.0, flows(first, 0)),
+        (forward * hiding, flows(others, 0)),
+        (backward * hiding, flows(others, others)),
+        (0.0, flows(0, first)),
+    ]
+    return [(part, [(rounds * sent, rounds * received) for sent, received in by_rank]) for part, by_rank in once]
 
 
 # words
@@ -308,12 +383,13 @@ def in_words(count: float) -> str:
     return f"{count:.0f} bytes" if count else "none"
 
 
-def _too_small(kind: str, names: Sequence[str], missing: Sequence[int]) -> str:
+def _too_small(kind: str, model: ModelMemory, names: Sequence[str], missing: Sequence[int]) -> str:
     lacking = _listed([f"{name} lacks {in_words(bytes_)}" for name, bytes_ in zip(names, missing) if bytes_])
+    again = "" if model.checkpoints else "compute layers again with --checkpoint-modules auto, "
     if kind == "all":
         return (
-            f"{lacking} for two layers and one micro-batch: leave such ranks out, compute layers again with"
-            " --checkpoint-modules auto, or name smaller modules with --shard-modules"
+            f"{lacking} for two layers, the root and one micro-batch: {again}name smaller modules with --shard-modules,"
+            " or leave such ranks out"
         )
     if kind == "none":
         return (
@@ -321,13 +397,19 @@ def _too_small(kind: str, names: Sequence[str], missing: Sequence[int]) -> str:
             " or train a smaller model"
         )
     return (
-        f"{lacking} for the whole parameters and one micro-batch: divide the parameters with --shard-model all, compute"
-        " layers again with --checkpoint-modules auto, or leave such ranks out"
+        f"{lacking} for the whole parameters and one micro-batch: divide the parameters with --shard-model all, {again}"
+        "or leave such ranks out"
     )
 
 
-def _no_room(names: Sequence[str], room: Sequence[int], needed: int, kind: str = "state") -> str:
+def _no_room_to_own(kind: str, model: ModelMemory, names: Sequence[str], room: Sequence[int]) -> str:
+    needed = model.owned_bytes(kind) + _received_bytes(kind, model)
     what = "parameters, optimizer state" if kind == "all" else "optimizer state"
+    fewer = "--batch-size" if model.checkpoints else "--batch-size, --checkpoint-modules auto"
+    return f"{_no_room(names, room, needed, what)}, or compute fewer samples at a time ({fewer})"
+
+
+def _no_room(names: Sequence[str], room: Sequence[int], needed: int, what: str = "optimizer state") -> str:
     rooms = _listed([f"{name} {in_words(bytes_)}" for name, bytes_ in zip(names, room)])
     return (
         f"{what} and gradient sums take {in_words(needed)}, and there is room for {in_words(sum(room))}"

@@ -397,6 +397,7 @@ class OwnedParameters(OwnedUnits):
                 tensor.register_hook(lambda _: self._before_backward(number))
             if not self._has_looked_for_ways:
                 self._outputs[number] = [tensor.grad_fn for tensor in own if tensor.grad_fn is not None]
+        torch.clear_autocast_cache()  # which keeps copies of 16 bits of all parameters until forward is over
         if self._is_forward_only or number + 1 < len(self._layers):  # the last one is needed again at once
             self._free(layer)
 

@@ -24,14 +24,17 @@ from hetseq.registry import nearest
 _MOST_RANKS = 100_000
 _MOST_STEPS = 100_000
 _MOST_SAMPLES = 10**12
+_MOST_LAYERS = 100_000
 _LEAST, _MOST = 1e-9, 1e18
 _TOP = (
-    "global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed", "parameters", "activation", "layers",
+    "global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed", "parameters", "activation",
+    "layers", "checkpointing", "offload",
 )  # fmt: skip
 _GROUP = (
     "name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link", "memory", "host_memory",
     "stable", "ranks_per_node",
 )  # fmt: skip
+_OF_MODEL = ("activation", "layers", "checkpointing", "offload")
 _OF_MEMORY = ("memory", "host_memory", "stable")
 _BUCKET = 25 * 2**20 // 4  # elements of the buckets of --bucket-cap-mb
 _LINK = ("mbit_per_s", "latency_ms")
@@ -110,12 +113,9 @@ def _group(table: _Table) -> RankGroup:
 def _memory(top: _Table, tables: Sequence[_Table], groups: Sequence[RankGroup]) -> MemoryOnPaper | None:
     """The model and the memory of every rank; None if the file has no `parameters`."""
     if not top.has("parameters"):
-        for table, key in [
-            (top, "activation"),
-            (top, "layers"),
-            *((table, key) for table in tables for key in _OF_MEMORY),
-        ]:
-            table.refuse_without_parameters(key)
+        for table, keys in [(top, _OF_MODEL), *((table, _OF_MEMORY) for table in tables)]:
+            for key in keys:
+                table.refuse_without_parameters(key)
         return None
     parameters = int(top.number("parameters", least=1, most=_MOST))
     ranks, shown = list[RankMemory](), list[tuple[str, range]]()
@@ -128,8 +128,14 @@ def _memory(top: _Table, tables: Sequence[_Table], groups: Sequence[RankGroup]) 
         )  # fmt: skip
         shown.append((group.name, range(len(ranks), len(ranks) + group.count)))
         ranks += [one] * group.count
-    layers = int(top.number("layers", least=1, most=_MOST, default=ModelMemory.layers))
-    model = ModelMemory(parameters, top.size("activation", default=0), min(parameters, _BUCKET), layers=layers)
+    model = ModelMemory(
+        parameters,
+        top.size("activation", default=0),
+        min(parameters, _BUCKET),
+        layers=top.whole("layers", least=1, most=_MOST_LAYERS, default=ModelMemory.layers),
+        checkpoints=top.truth("checkpointing", default=False),
+        offloads=top.truth("offload", default=False),
+    )
     return MemoryOnPaper(model, tuple(ranks), tuple(shown))
 
 

@@ -40,7 +40,7 @@ from hetseq.commands.plan.layouts import (
     layout_facts,
     layout_lines,
     layouts_of,
-    model_of,
+    model_in,
     question_of,
     ranks_of,
 )
@@ -248,10 +248,7 @@ def make_plan(arguments: PlanArguments) -> ClusterPlan:
         staying = [rank for rank in range(world_size) if rank not in arguments.without]
         ranks, assumed = ranks_of(arguments.model, measured, staying, added)
         notes += assumed
-        model = model_of(arguments.model.parameters, arguments.model.activation_bytes, options)
-        if arguments.model.layers is not None:
-            model = replace(model, layers=arguments.model.layers)
-        layouts = layouts_of(ranks, model, measured.total)
+        layouts = layouts_of(ranks, model_in(arguments.model, options), measured.total)
     return ClusterPlan(
         layouts=layouts,
         notes=tuple(notes),

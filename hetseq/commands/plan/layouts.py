@@ -7,7 +7,7 @@ plan` by rank and for `hetseq simulate` by group. It computes no layout itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetseq.balance.memory_plan import Layout, Misfit, ModelMemory, RankMemory, candidates, choose, in_words
@@ -44,7 +44,9 @@ class ModelQuestion:
     activation_bytes: int
     mbit_per_s: float | None
     run_parameters: int | None
-    layers: int | None = None
+    layers: int = ModelMemory.layers
+    checkpoints: bool = False
+    offloads: bool = False
 
 
 def _parameters(text: str) -> int:
@@ -103,8 +105,10 @@ OPTIONS = (
     CommandOption("--stable", "ranks whose node stays until the end, so they own first", "RANK[,...]", read=_names),
     CommandOption("--activation", "what forward keeps of one sample, as in 200M; default: 0", "SIZE", read=_size),
     CommandOption(
-        "--layers", "layers of one size that come and go with --shard-model all; default: 24", "N", read=_layers,
+        "--layers", "layers of one size, which come and go with --shard-model all; default: 24", "N", read=_layers,
     ),
+    CommandOption("--checkpoint", "backward computes each layer again, as with --checkpoint-modules auto"),
+    CommandOption("--offload", "what forward keeps leaves the device, as with --offload-activations"),
     CommandOption(
         "--mbit-per-s", "link of each rank, in 10^6 bits per second; default: 1000", "N",
         read=_mbit,
@@ -124,14 +128,23 @@ def question_of(given: Given) -> ModelQuestion | None:
     parameters = values.pop("--model-parameters")
     if parameters is None:
         for flag, value in values.items():
-            if value is not None:
+            if value not in (None, False):
                 raise ConfigError(f"{flag} belongs to --model-parameters N: add that, or leave {flag} out")
         return None
     if values["--memory"] is None:
         raise ConfigError("--model-parameters needs the memory of each rank: add --memory 0:24G,1:12G")
     return ModelQuestion(
         parameters, values["--memory"], values["--host-memory"] or {}, values["--stable"] or (),
-        values["--activation"] or 0, values["--mbit-per-s"], values["--run-parameters"], values["--layers"],
+        values["--activation"] or 0, values["--mbit-per-s"], values["--run-parameters"],
+        values["--layers"] or ModelMemory.layers, values["--checkpoint"], values["--offload"],
+    )  # fmt: skip
+
+
+def model_in(question: ModelQuestion, options: Mapping[str, Any]) -> ModelMemory:
+    """The model in question, trained with the options of the run."""
+    return replace(
+        model_of(question.parameters, question.activation_bytes, options), layers=question.layers,
+        checkpoints=question.checkpoints, offloads=question.offloads,
     )  # fmt: skip
 
 
@@ -213,13 +226,13 @@ def layouts_of(
 def layout_lines(layouts: ModelLayouts) -> list[str]:
     """The layouts as text: a table of them, what each rank does in the chosen one, and why others do not fit."""
     model, chosen = layouts.model, layouts.chosen
-    kinds: list[Cells] = [("--shard-model", "step", "computing", "exchange", "micro-batch")]
+    kinds: list[Cells] = [("--shard-model", "step", "computing", "exchange", "rounds", "micro-batch")]
     for one in layouts.found:
         if isinstance(one, Misfit):
-            kinds.append((one.shard_model, "does not fit", "", "", ""))
+            kinds.append((one.shard_model, "does not fit", "", "", "", ""))
         else:
             times = map(seconds_text, (one.step_s, one.compute_s, one.exchange_s))
-            kinds.append((one.shard_model, *times, str(one.micro_batch)))
+            kinds.append((one.shard_model, *times, str(one.rounds), str(one.micro_batch)))
     lines = [
         f"a model of {model.parameters:,} parameters: {in_words(model.parameter_bytes)}, and"
         f" {in_words(model.state_bytes)} of optimizer state and gradient sums",
@@ -273,7 +286,8 @@ def layout_facts(layouts: ModelLayouts) -> dict[str, Any]:
             continue
         times = {"step_s": one.step_s, "computing_s": one.compute_s, "exchange_s": one.exchange_s}
         groups = [_row(one, name, ranks) for name, ranks in layouts.groups]
-        head = {"shard_model": one.shard_model, "fits": True, **times, "micro_batch": one.micro_batch}
+        head = {"shard_model": one.shard_model, "fits": True, **times}
+        head |= {"rounds": one.rounds, "micro_batch": one.micro_batch}
         found.append({**head, "groups": groups})
     return {
         "parameters": model.parameters,

@@ -48,13 +48,17 @@ def test_without_a_model_nothing_is_said_of_memory(tmp_path: Path) -> None:
 
 
 def test_ranks_of_the_run_own_by_their_memory_and_compute_by_their_speed(tmp_path: Path) -> None:
-    none, state = layouts_in(tmp_path, *QUESTION).found
+    none, state, all_ = layouts_in(tmp_path, *QUESTION).found
     assert isinstance(none, Misfit)
     assert none.reason.startswith("rank 1 (node1/cpu) lacks 10.7 GB for a whole replica")
     assert isinstance(state, Layout)
     assert state.shares == (25, 7)
     assert sum(state.fractions) == pytest.approx(1)
     assert state.fractions[0] > 2 * state.fractions[1]
+    assert isinstance(all_, Layout)
+    assert sum(all_.shares) == sum(state.shares)
+    # without whole parameters the small one has room for more of the state
+    assert all_.fractions[1] > state.fractions[1]
 
 
 def test_a_name_that_is_no_rank_is_a_machine_that_computes_nothing(tmp_path: Path) -> None:
@@ -88,6 +92,19 @@ def test_bytes_of_a_parameter_are_those_of_the_options() -> None:
     assert model_of(1000, 0, {"bucket_cap_mb": 50}).largest_unit_parameters == 1000
 
 
+def test_layers_are_counted_computed_again_and_their_activations_leave(tmp_path: Path) -> None:
+    plain = layouts_in(tmp_path, *SERVER).model
+    assert (plain.layers, plain.checkpoints, plain.offloads) == (24, False, False)
+    again = layouts_in(tmp_path, *SERVER, "--layers", "48", "--checkpoint", "--offload")
+    assert (again.model.layers, again.model.checkpoints, again.model.offloads) == (48, True, True)
+    assert again.model.layer * 2 == pytest.approx(plain.layer, rel=0.03)
+    (before, after) = (one.found[1] for one in (layouts_in(tmp_path, *SERVER), again))
+    assert isinstance(before, Layout)
+    assert isinstance(after, Layout)
+    assert after.left_bytes[0] > before.left_bytes[0]
+    assert after.compute_s > 1.2 * before.compute_s  # layers take 4/3 of the time, and a step's fixed part the same
+
+
 def test_the_options_of_the_run_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"optimizer": "sgd", "momentum": 0.0}))
     assert layouts_in(tmp_path, *QUESTION).model.state_bytes == 5.2 * GB
@@ -98,15 +115,16 @@ def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
     assert "note: " not in text
     lines = text[text.index("a model of") :].splitlines()
     assert lines[0] == ("a model of 1,300,000,000 parameters: 5.2 GB, and 15.6 GB of optimizer state and gradient sums")
-    assert max(map(len, lines[2:10])) <= 80
-    head, none, state, _, ranks, first, second, server = [" ".join(line.split()) for line in lines[2:10]]
-    assert (head, none) == ("--shard-model step computing exchange micro-batch", "none does not fit")
+    assert max(map(len, lines[2:11])) <= 80
+    head, none, state, all_, _, ranks, first, second, server = [" ".join(line.split()) for line in lines[2:11]]
+    assert (head, none) == ("--shard-model step computing exchange rounds micro-batch", "none does not fit")
     assert state.startswith("state 35.3 s 27 s 16.6 s ")
-    assert ranks == "state memory share owns left sends receives"
+    assert all_.startswith("all 28.3 s 27 s 16.6 s ")
+    assert ranks == "all memory share owns left sends receives"
     assert first.startswith("rank 0 (node0/cpu) 24 GB 25 0.0% ")
     assert second.startswith("rank 1 (node1/cpu) 11 GB 7 0.0% ")
-    assert server == "server 64 GB 0 100.0% 38 GB 10.4 GB 10.4 GB"
-    assert "--shard-model auto would choose state for 32 samples a step" in lines
+    assert server == "server 64 GB 0 100.0% 36.8 GB 20 GB 10.4 GB"
+    assert "the best one that fits is --shard-model all, for 32 samples a step" in lines
     plain = plan_of(tmp_path, PAIR.rows((20, 12)), *QUESTION[:4])
     assert plan_text(plain).splitlines()[-2:] == [
         "note: a sample is taken to cost what it does in the run; --run-parameters N says how much smaller that"
@@ -118,11 +136,12 @@ def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
 def test_the_line_for_scripts_holds_the_layouts(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PAIR.rows((20, 12)), *SERVER)
     facts = json.loads(plan_json(plan))["model"]
-    assert (facts["parameter_bytes"], facts["state_bytes"], facts["chosen"]) == (5.2 * GB, 15.6 * GB, "state")
-    none, state = facts["layouts"]
+    assert (facts["parameter_bytes"], facts["state_bytes"], facts["chosen"]) == (5.2 * GB, 15.6 * GB, "all")
+    none, state, all_ = facts["layouts"]
     assert (none["fits"], none["missing_bytes"] > 0, state["fits"]) == (False, True, True)
     assert [row["fraction"] for row in state["groups"]] == [0, 0, 1]
     assert sum(row["samples"] for row in state["groups"]) == 32
+    assert (all_["shard_model"], all_["rounds"], all_["micro_batch"] >= 25) == ("all", 1, True)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +149,10 @@ def test_the_line_for_scripts_holds_the_layouts(tmp_path: Path) -> None:
     [
         (("--memory", "0:24G"), "--memory belongs to --model-parameters N: add that, or leave --memory out"),
         (("--activation", "1M"), "--activation belongs to --model-parameters N"),
+        (("--layers", "12"), "--layers belongs to --model-parameters N: add that, or leave --layers out"),
+        (("--checkpoint",), "--checkpoint belongs to --model-parameters N: add that, or leave --checkpoint out"),
+        (("--offload",), "--offload belongs to --model-parameters N"),
+        ((*QUESTION, "--layers", "0"), "--layers 0: expected the number of layers, as in 24"),
         (QUESTION[:2], "--model-parameters needs the memory of each rank: add --memory 0:24G,1:12G"),
         (("--model-parameters", "many"), "--model-parameters many: expected the number of parameters, as in 3e9"),
         (("--model-parameters", "0"), "--model-parameters 0: expected the number of parameters, as in 3e9"),
@@ -161,22 +184,27 @@ SIZED = SIZED.replace("count: 2,", "count: 2, memory: 24G,").replace("count: 4,"
 def test_the_example_of_the_manual_is_a_small_card_a_large_one_and_a_server(tmp_path: Path) -> None:
     found = comparison_of(tmp_path, LARGE.read_text())
     assert found.layouts is not None
-    none, state = found.layouts.found
+    none, state, all_ = found.layouts.found
     assert isinstance(none, Misfit)
-    assert isinstance(state, Layout)
-    assert state.shares == (43, 21, 0)
-    assert state.fractions == (0, 0, 1)
+    for layout in (state, all_):
+        assert isinstance(layout, Layout)
+        assert layout.shares == (43, 21, 0)
+        assert layout.fractions == (0, 0, 1)
     assert found.experiment.cluster.world_size == 2  # shares are those of ranks that compute
     assert found.experiment.cluster.gradient_bytes == 5.2 * GB
-    assert "cpu-server   64 GB      0  100.0%" in simulation_text(found)
-    assert json.loads(simulation_json(found))["model"]["chosen"] == "state"
+    shown = simulation_text(found)
+    assert "cpu-server   64 GB      0  100.0%" in shown
+    assert json.loads(simulation_json(found))["model"]["chosen"] == "all"
+    manual = (ROOT / "docs" / "guides" / "models-that-do-not-fit.md").read_text(encoding="utf-8")
+    assert LARGE.read_text(encoding="utf-8").rstrip() in manual
+    assert shown[shown.index("a model of") :].rstrip() in manual  # word for word
 
 
 def test_ranks_of_a_group_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = comparison_of(tmp_path, SIZED)
     assert found.layouts is not None
     assert found.layouts.groups == (("gpu", range(2)), ("cpu", range(2, 6)))
-    none, state = found.layouts.found
+    none, state, _ = found.layouts.found
     assert isinstance(none, Misfit)
     assert "each cpu lacks 8.6" in none.reason  # once, not four times
     assert none.reason.count("cpu") == 1
@@ -197,6 +225,14 @@ def test_host_memory_and_stability_are_read(tmp_path: Path) -> None:
     assert memory.model.activation_bytes_per_sample == 10_000_000
 
 
+def test_layers_checkpointing_and_offload_are_read(tmp_path: Path) -> None:
+    keys = "layers: 12\ncheckpointing: true\noffload: true\n"
+    for text, expected in ((SIZED, (24, False, False)), (keys + SIZED, (12, True, True))):
+        memory = read_experiment(written(tmp_path, text)).memory
+        assert memory is not None
+        assert (memory.model.layers, memory.model.checkpoints, memory.model.offloads) == expected
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -207,6 +243,9 @@ def test_host_memory_and_stability_are_read(tmp_path: Path) -> None:
         ("parameters: 1e9", "parameters: 0", "line 3: parameters: found '0', expected a number from 1"),
         ("parameters: 1e9\nactivation: 10M", "gradient_bytes: 1", "groups[0].memory belongs to parameters: add param"),
         ("parameters: 1e9", "gradient_bytes: 1", "line 4: activation belongs to parameters: add parameters, as in 3e9"),
+        ("activation: 10M", "layers: 1.5", "line 4: layers: found '1.5', expected a whole number from 1 to 100000"),
+        ("activation: 10M", "offload: 2", "line 4: offload: found '2', expected true or false"),
+        ("parameters: 1e9\nactivation: 10M", "checkpointing: true", "checkpointing belongs to parameters: add para"),
         ("samples_per_s: 10,", "samples_per_s: -1,", "expected a number from 1e-09 to 1e+18, or 0"),
     ],
 )  # fmt: skip

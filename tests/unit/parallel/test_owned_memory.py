@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetseq.comm.group import LocalGroup
 from hetseq.comm.slices import TaggedSlices, Transfer
+from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_parameters import OwnedParameters
 
 ELEMENTS = (40, 100, 97, 90, 99, 81, 95, 100, 88)  # of the parameters, each of them a unit
 
@@ -121,3 +126,45 @@ def test_two_units_travel_at_a_time_and_waits_of_backward_are_pauses(computes: b
     assert (exchange.most, exchange.under_way) == (2, 0)
     assert len(pauses) == (len(ELEMENTS) - 2 if computes else 0), "the wait at the end is counted by the step"
     reducer.close()
+
+
+class Copies(TorchDispatchMode):
+    """Remembers the copies of 16 bits that are made of tensors of this shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._shape, self._made = shape, list[weakref.ref[Any]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (result.dtype, result.shape) == (torch.bfloat16, self._shape):
+            self._made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    def counts(self) -> tuple[int, int]:
+        """How many were made, and how many are there now."""
+        return len(self._made), sum(one() is not None for one in self._made)
+
+
+def test_a_layer_that_goes_takes_its_copies_of_16_bits_along() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)) for _ in range(5)])
+    layers = dict(model.named_children())
+    checkpoint_activations(model)
+    seen: list[tuple[int, int]] = []
+    with Copies((8, 8)) as copies:
+        reducer = OwnedParameters(
+            model, layers, list(model.parameters()), LocalGroup(), fractions=[1.0], begins=True
+        )  # fmt: skip
+        for layer in layers.values():
+            layer.register_forward_hook(lambda *_: seen.append(copies.counts()))
+        reducer.begin()
+        with reducer.round():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(2, 8, requires_grad=True)).sum()
+            forward = list(seen)
+            reducer.backward(loss)
+        reducer.finish()
+    reducer.close()
+    assert forward == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]
+    assert copies.counts() == (10, 0)  # backward runs each layer again
+    assert all(one.owned.grad is not None and one.owned.grad.any() for one in reducer.fragments)
