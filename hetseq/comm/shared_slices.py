@@ -3,7 +3,8 @@
 Responsible for `SliceExchange` over shared memory: no message carries data, and no slice is copied twice.
 
 The one idea: a rank offers memory to those that need a slice of it, and may change it once all of them have read. The
-reading, and the adding of what owners read, is done by the thread that waits or asks whether a transfer is over.
+reading, and the adding of what owners read, is done by the thread that waits or asks whether a transfer is over. A rank
+that waits for one transfer reads in all that it has begun: others may wait for one that it needs later, or not at all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class SharedSlices:
         self.sent_bytes = self.received_bytes = 0
         self._memory: dict[int, OfferedMemory] = {}  # by its address
         self._free: list[torch.Tensor] = []
+        self._unread: list[_Reading] = []  # transfers in which this rank has yet to read, in their order
         self._others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -101,6 +103,11 @@ class SharedSlices:
     def close(self) -> None:
         self._free.clear()
         self._memory.clear()
+        self._unread.clear()
+
+    def read_what_is_offered(self) -> None:
+        """Read in all transfers whose memory has been offered by now."""
+        self._unread = [one for one in self._unread if not one.read()]
 
     def _begin(
         self,
@@ -117,7 +124,10 @@ class SharedSlices:
                 memory = self._memory[tensor.data_ptr()]
                 unread[taker] = self.ranks.offer(taker, memory, timeout_s=self.deadline_s())
         offers = {giver: self.ranks.expect(giver) for giver in needed}
-        return _Reading(self, what, offers, unread, read, dtype)
+        transfer = _Reading(self, what, offers, unread, read, dtype)
+        if read is not None:
+            self._unread.append(transfer)
+        return transfer
 
 
 class _Reading:
@@ -146,11 +156,10 @@ class _Reading:
             self._exchange.ranks.until(self._late, timeout_s)
             self._late()
 
-    def _late(self) -> Collection[int]:
-        """The ranks that have yet to offer or to read; reads once all have offered."""
+    def read(self) -> bool:
+        """Read what others have offered, once it is there from all; whether nothing is left to read."""
         ranks = self._exchange.ranks
-        late = {giver for giver, offer in self._offers.items() if offer not in ranks.offers[giver]}
-        if not late and self._read is not None:
+        if self._read is not None and all(offer in ranks.offers[giver] for giver, offer in self._offers.items()):
             others = {}
             for giver, offer in self._offers.items():
                 pages = ranks.offered(giver, ranks.offers[giver][offer])
@@ -161,6 +170,13 @@ class _Reading:
                 del ranks.offers[giver][offer]
                 ranks.tell_read(giver, offer, timeout_s=self._exchange.deadline_s())
             self._offers = {}
+        return self._read is None
+
+    def _late(self) -> Collection[int]:
+        """The ranks that have yet to offer or to read."""
+        ranks = self._exchange.ranks
+        self._exchange.read_what_is_offered()
+        late = {giver for giver, offer in self._offers.items() if offer not in ranks.offers[giver]}
         for taker, offer in list(self._unread.items()):
             if offer in ranks.reads[taker]:
                 ranks.reads[taker].remove(offer)
