@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hungry import prepared, words_of
 from tests.support.failing_layers import (
     BACKWARD,
     CALM,
@@ -16,13 +17,16 @@ from tests.support.failing_layers import (
     Appetite,
     Fault,
     Layered,
+    Poisoned,
     Skipping,
     check,
     dine,
+    fail,
     rounds_of,
+    words_for,
 )
-from tests.support.hungry import words_of
 from tests.support.nightly import nightly
+from tests.support.ranks import run_ranks
 
 shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
 
@@ -82,7 +86,7 @@ def test_memory_that_runs_out_in_validation_concerns_one_rank(shares_memory: boo
         assert [meal.failed_validations for meal in meals] == [int(number == rank) for number in range(3)]
 
 
-@pytest.mark.parametrize("seed", [1, *nightly(*range(2, 26))])
+@pytest.mark.parametrize("seed", [1, *nightly(*range(2, 8))])
 @pytest.mark.parametrize("task", [Layered, Skipping])
 @pytest.mark.parametrize("own", ["1,2,1", *nightly("3,1")])
 def test_memory_that_runs_out_at_random_moments(own: str, task: type[Layered], seed: int, tmp_path: Path) -> None:
@@ -100,3 +104,35 @@ def test_memory_that_runs_out_at_random_moments(own: str, task: type[Layered], s
     found = dine(tmp_path, told, own, appetites, shares_memory=bool(seed % 2), task=task)
     in_vain = [check(meals, 16, task) for meals in found]
     assert any(in_vain)
+
+
+@shared_or_not
+@pytest.mark.parametrize(("layer", "phase"), [(LAYERS[1], BACKWARD), *nightly(*PLACES, is_many=True)])
+def test_a_bug_of_one_rank_is_heard_of_by_the_others_before_any_deadline(
+    layer: str, phase: str, shares_memory: bool, tmp_path: Path
+) -> None:
+    told = words_for("1,2,1", words_of(15, balance="1,1,1", max_sentences=3))
+    appetites = [CALM, Appetite((Fault(2, layer, phase),), is_bug=True), CALM]
+    (place,) = prepared(tmp_path, 1)
+    first, second, third = run_ranks(fail, 3, place, told, appetites, shares_memory, Layered, timeout_s=60)
+    assert second[0] == "IndexError: a bug of a task"
+    for error, _ in (first, third):
+        assert error.startswith("PeerLostError: ")
+        assert "sent nothing" not in error
+
+
+@pytest.mark.parametrize("fault", [None, Fault(4, LAYERS[1]), Fault(4, LAYERS[1], BACKWARD)])
+def test_a_step_that_is_not_finite_is_skipped_and_its_rank_named_though_memory_runs_out(
+    fault: Fault | None, tmp_path: Path
+) -> None:
+    # forward 4 of rank 2 is the first one of the search
+    told = words_for("1,2,1", words_of(15, balance="1,1,1", max_sentences=3))
+    (place,) = prepared(tmp_path, 1)
+    appetites = [CALM, CALM, Appetite(() if fault is None else (fault,))]
+    found = run_ranks(fail, 3, place, told, appetites, True, Poisoned, timeout_s=60)
+    assert any("[batch-halved]" in line for line in found[2][1]) == (fault is not None)
+    for error, lines in found:
+        assert error == ""
+        named = [line for line in lines if "skipped" in line]
+        assert all("not finite; rank 0 produced it (" in line and "rank 2" not in line for line in named), named
+        assert named

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,11 @@ from torch import nn
 from hetseq import config as options
 from hetseq.balance import ownership
 from hetseq.comm.group import GlooGroup, Group
+from hetseq.errors import HetSeqError
 from hetseq.task import make_task
-from tests.support import cuda_errors, hungry, oracle
+from tests.support import cuda_errors, hungry, oracle, toys
 from tests.support.hungry import Attempt, Hungry, Seen, forwards_in, keep_diary
+from tests.support.logs import KeepingLines
 from tests.support.owned import OwnedMeal, fragments_with_gradients, session_of, whole_gradient, whole_parameters
 from tests.support.ranks import run_ranks
 from tests.support.training import Recorder
@@ -48,6 +51,7 @@ class Appetite:
 
     faults: tuple[Fault, ...] = ()
     validation: tuple[Fault, ...] = ()  # numbers count the forwards of validation
+    is_bug: bool = False  # another error than one of memory
 
 
 CALM = Appetite()
@@ -119,7 +123,16 @@ class Layered(Hungry):
             self.attempt.append("failed")
         else:
             self.failed_validations = getattr(self, "failed_validations", 0) + 1
-        raise cuda_errors.out_of_memory()
+        appetite: Any = self.appetite
+        raise IndexError("a bug of a task") if appetite.is_bug else cuda_errors.out_of_memory()
+
+
+class Poisoned(Layered):
+    """A sample of step 2 spoils the gradient; memory runs out as its appetite says, also when the reason is sought."""
+
+    def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
+        factor = torch.where(sample["index"] == 17, torch.nan, 1.0).sum() / len(sample["index"])
+        return {name: term * factor for name, term in super().loss(model, sample).items()}
 
 
 class Skipping(Layered):
@@ -179,12 +192,34 @@ def _eat(group: Group, save_dir: str, words: list[str], appetite: Appetite, task
         del group.all_reduce_sum  # type: ignore[misc]
 
 
+def fail(
+    group: Group, save_dir: str, words: list[str], appetites: list[Appetite], shares_memory: bool, task: type[Layered]
+) -> tuple[str, list[str]]:
+    """A rank's life that ends with an error: the error, and what was logged."""
+    lines: list[str] = []
+    log, keeping = logging.getLogger("hetseq"), KeepingLines(lines)
+    log.addHandler(keeping)
+    log.setLevel(logging.INFO)
+    try:
+        eat(group, [(save_dir, words, appetites)], shares_memory, task)
+    except (HetSeqError, IndexError) as error:
+        return f"{type(error).__name__}: {error}", lines
+    finally:
+        log.removeHandler(keeping)
+    return "", lines
+
+
+def words_for(own: str, words: list[str]) -> list[str]:
+    """The words of a run with layers."""
+    return [*words, "--shard-model", "all", "--own", own, "--shard-modules", "body.layers.*,cls,reg"]
+
+
 def dine(
     path: Path, words: list[str], own: str, appetites: list[list[Appetite]], shares_memory: bool,
     task: type[Layered] = Layered,
 ) -> list[list[LayeredMeal]]:  # fmt: skip
     """Runs, one after the other in one life of the ranks, by the appetites of each; what each rank saw in each."""
-    told = [*words, "--shard-model", "all", "--own", own, "--shard-modules", "body.layers.*,cls,reg"]
+    told = words_for(own, words)
     runs = [(folder, told, one) for folder, one in zip(hungry.prepared(path, len(appetites)), appetites)]
     ranks = run_ranks(eat, own.count(",") + 1, runs, shares_memory, task, timeout_s=240)
     for meals in zip(*ranks):
@@ -229,7 +264,8 @@ def check(meals: list[LayeredMeal], batch: int, task: type[Layered] = Layered) -
             for before, after, has_failed in zip(earlier, later, failing):
                 if has_failed:
                     assert max(map(len, forwards_in(after))) <= len(forwards_in(before)[-1]) // 2
-            assert rounds_of(later) > rounds_of(earlier)
+                    assert len(forwards_in(after)) > len(forwards_in(before))
+            assert rounds_of(later) >= rounds_of(earlier)  # another rank may have had more already
         for attempts in together:
             for rank, attempt in enumerate(attempts):
                 mine = list(range(borders[rank], borders[rank + 1]))
