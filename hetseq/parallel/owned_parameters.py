@@ -31,6 +31,7 @@ from hetseq.parallel.absent_parameters import RefusingAbsent, hidden_from
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
 from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
+from hetseq.system import faults
 
 
 class _Kind(enum.Enum):
@@ -200,6 +201,7 @@ class OwnedParameters(OwnedUnits):
         if has_samples:
             self._issue_to(_Kind.FORWARD, -1)
             self._await(self._root)
+        faults.point("round")
         return True
 
     def _order(self) -> list[_Op]:
@@ -314,6 +316,7 @@ class OwnedParameters(OwnedUnits):
             self._partial[id(unit)] = target
         unit.leaving, unit.gradients, unit.is_sent = unit.gradients, None, True
         self._travelling.append(unit)
+        faults.point("layer_sum")
 
     def _summed(self, unit: Unit) -> None:
         if (partial := self._partial.pop(id(unit), None)) is not None:
@@ -364,6 +367,7 @@ class OwnedParameters(OwnedUnits):
             if earlier.is_whole or earlier.gathers:  # a layer that this forward leaves out
                 self._free(earlier)
         self._issue_to(_Kind.FORWARD, number)
+        faults.point("layer_forward")
         self._await(layer)
         if number + 1 < len(self._layers):
             self._issue_to(_Kind.FORWARD, number + 1)  # travels while this layer computes
@@ -419,6 +423,7 @@ class OwnedParameters(OwnedUnits):
                 self._free(later)
         if number + 1 < len(self._layers):
             self._issue_to(_Kind.BACKWARD, number)
+            faults.point("layer_backward")
             self._await(self._layers[number])
         if number:
             self._issue_to(_Kind.BACKWARD, number - 1)  # travels while this layer computes
@@ -466,6 +471,7 @@ class OwnedParameters(OwnedUnits):
     def begin(self) -> None:
         super().begin()
         self._rounds = 0
+        self._arrived[:] = False  # of a round that is not over, the gradients are gone
 
     def expect_last(self) -> None:
         """Nothing: the gradients of each micro-batch travel."""

@@ -19,7 +19,7 @@ from hetseq.config.sections import Config, DataConfig, MemoryConfig
 from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import Source, place_on
-from hetseq.errors import ConfigError, MissingSplitError
+from hetseq.errors import MissingSplitError
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.activation_offload import ActivationOffload
 from hetseq.parallel.base_parameters import base_digest, check_base, move_
@@ -123,11 +123,6 @@ class LoadedTask:
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
     """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError."""
-    if config.optimization.compile and config.distributed.shard_model == "all":
-        raise ConfigError(
-            "--compile compiles the model as a whole, of which no rank has all with --shard-model all: compile its"
-            " layers in build_model, as in layer.compile(), or leave --compile out"
-        )
     if config.distributed.shard_model == "all" and device.type == "cpu":
         return_large_memory()
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed

@@ -27,12 +27,16 @@ VARIABLE = "HETSEQ_FAULTS"
 
 #: phases that every step of every rank passes, in this order
 STEP_PHASES = ("count", "forward_backward", "reduce", "commit", "clip", "optimizer", "boundary")
+#: phases of a micro-batch where parameters come and go (`--shard-model all`): its beginning, a layer whose parameters
+#: are awaited, and one whose gradients have been sent
+ROUND_PHASES = ("round", "layer_forward", "layer_backward", "layer_sum")
 #: phases of a rank's checkpoint writer, which is a separate process
 WRITER_PHASES = ("persist", "rename")
 #: all phases
 PHASES = (
     "loading",
     *STEP_PHASES,
+    *ROUND_PHASES,
     "snapshot",
     "image",
     "image_answer",

@@ -35,6 +35,7 @@ def compile_(model: torch.nn.Module) -> None:
 
     dynamo.recompile_limit = _MOST_KERNELS  # beyond it the network would silently run uncompiled
     dynamo.wrap_top_frame = True  # otherwise a model whose class belongs to torch would be skipped
+    dynamo.skip_nnmodule_hook_guards = False  # a layer whose parameters come and go gets its hooks after `warm_up`
     inductor.compile_threads = 1  # in this process: other processes would outlive it if it were killed
     model.compile(backend=_BACKEND, dynamic=True)
 

@@ -186,3 +186,26 @@ def test_no_rank_waits_for_a_send_whose_connection_is_cut() -> None:
     for seconds, told in run_ranks(wait_after_a_cut, 2):
         assert "its connections were cut" in told
         assert seconds < 5.0
+
+
+def wait_out_of_order(group: Group, kind: str) -> bool:
+    """Rank 1 waits for the second transfer alone, while rank 0 begins it once the first one is over."""
+    exchange, bounds = exchange_of(group, kind), (0, 2, 4)
+    exchange_deadline, group.deadline_s = group.deadline_s, 5.0  # a hang is an error
+    begun = []
+    for number in range(2):
+        flat = exchange.memory(4, torch.float32, CPU).fill_(10 * number + group.rank)
+        begun.append((flat, exchange.gather(flat, bounds=bounds, takers=(0, 1))))
+        if group.rank == 0:
+            begun[-1][1].wait()
+    for flat, gather in reversed(begun):
+        gather.wait()
+    group.deadline_s = exchange_deadline
+    is_right = all(flat.tolist() == [10 * number] * 2 + [10 * number + 1] * 2 for number, (flat, _) in enumerate(begun))
+    exchange.close()
+    return is_right
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_rank_that_waits_for_a_later_transfer_holds_up_no_rank_that_waits_for_an_earlier_one(kind: str) -> None:
+    assert run_ranks(wait_out_of_order, 2, kind) == [True, True]

@@ -292,6 +292,6 @@ def test_a_point_is_seen_and_so_is_one_that_hides() -> None:
 
 
 def test_the_words_of_phases_and_kinds_are_said_once_each() -> None:
-    assert len(set(PHASES)) == len(PHASES) == 19
+    assert len(set(PHASES)) == len(PHASES) == 23
     assert len(set(KINDS)) == len(KINDS) == 9
     assert set(STEP_PHASES) < set(PHASES)
