@@ -1,6 +1,6 @@
-"""What the memory planner predicts, against the run of each layout on six emulated clusters.
+"""What the memory planner predicts, against the run of each layout on seven emulated clusters.
 
-    python bench/shard_plan.py [--clusters equal 3:1 server 4:2:1 small tight] [--steps 5] [--rounds 1]
+    python bench/shard_plan.py [--clusters equal 3:1 server 4:2:1 small tight least] [--steps 5] [--rounds 1]
 
 Each node is a network namespace with a cable of a given rate in either direction. A node plays a machine of a given
 speed: it sleeps after each half of a layer (`slow_layers.py`, which says why not `--throttle`), so all nodes together
@@ -39,6 +39,7 @@ from nodes import Lab, Run, await_, cpu_seconds_of_others, lab_of
 
 from hetseq.balance.memory_plan import Layout, Misfit, ModelMemory, RankMemory, candidates, choose
 from hetseq.balance.shares import Cost, assign_shares
+from hetseq.parallel.model_layers import AUTO, find_layers
 
 WITHIN, APART = 0.05, 0.15
 FEWER_BYTES, MORE_BYTES = 0.01, 0.08  # on the cable than the plan says, of the larger of both ways
@@ -69,8 +70,9 @@ class Cluster:
 
 
 #: a replica takes 51.8 MB and the activations of a micro-batch. 92 % of the memory can be used: with 55 MB there is no
-#: room for that, with 58.5 MB there is for a single row at a time
-SMALL, TIGHT, LARGE = 55_000_000, 58_500_000, 1_000_000_000
+#: room for that, with 58.5 MB there is for a single row at a time. The parameters alone take 13 MB; with 14 MB there is
+#: room for two layers, the root and some rows
+SMALL, TIGHT, LEAST, LARGE = 55_000_000, 58_500_000, 14_000_000, 1_000_000_000
 CLUSTERS = {
     "equal": Cluster((Machine(6, LARGE), Machine(6, LARGE)), 200, 16),
     "3:1": Cluster((Machine(6, LARGE), Machine(2, LARGE)), 60, 16),
@@ -78,6 +80,7 @@ CLUSTERS = {
     "4:2:1": Cluster((Machine(6, LARGE), Machine(3, LARGE), Machine(1.5, LARGE)), 50, 28),
     "small": Cluster((Machine(6, LARGE), Machine(6, SMALL)), 200, 16),
     "tight": Cluster((Machine(6, TIGHT), Machine(6, TIGHT)), 200, 16),
+    "least": Cluster((Machine(6, LEAST), Machine(6, LEAST), Machine(0, LARGE, is_stable=True)), 200, 16),
 }
 
 
@@ -147,8 +150,14 @@ def of_cluster(name: str, number: int, steps: int) -> list[dict[str, Any]]:
 
 def model_memory() -> ModelMemory:
     """The model as the planner is told."""
-    sizes = [parameter.numel() for parameter in slow_layers.SlowTokens.network().parameters()]
-    return ModelMemory(sum(sizes), ACTIVATION_BYTES, max(BUCKET_BYTES // ITEM_BYTES, *sizes))
+    model = slow_layers.SlowTokens.network()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    layers = find_layers(model, [AUTO], flag="--shard-modules").values()
+    in_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    return ModelMemory(
+        sum(sizes), ACTIVATION_BYTES, max(BUCKET_BYTES // ITEM_BYTES, *sizes), layers=len(layers),
+        root_parameters=sum(sizes) - in_layers,
+    )  # fmt: skip
 
 
 def ranks_of(cluster: Cluster, costs: Sequence[Cost]) -> list[RankMemory]:

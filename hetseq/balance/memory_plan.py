@@ -103,6 +103,28 @@ class ModelMemory:
         return self.compute_bytes_per_parameter * self.parameters
 
     @property
+    def whole_bytes(self) -> int:
+        """With `all`: what a rank has whole while it computes, of parameters and of gradients."""
+        whole = min(2, self.layers) * self.layer + self.root
+        # autograd keeps the copies of 16 bits until backward, unless it computes each layer again
+        cast = whole if self.checkpoints else self.parameters
+        # of the root, of the layer at work, and of two units that travel
+        gradients = self.root + self.layer + 2 * max(self.layer, self.root)
+        return (
+            whole * self.compute_bytes_per_parameter
+            + cast * self.cast_bytes_per_parameter
+            + gradients * self.gradient_bytes_per_parameter
+        )
+
+    @property
+    def received_bytes(self) -> int:
+        """With `all`: what an owner of everything receives at a time.
+
+        Of two units that travel the slices of two ranks, and the sums of a round.
+        """
+        return 6 * max(self.layer, self.root) * self.gradient_bytes_per_parameter
+
+    @property
     def gradient_bytes(self) -> int:
         """A whole gradient, g P."""
         return self.gradient_bytes_per_parameter * self.parameters
@@ -250,7 +272,7 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
     fractions: tuple[float, ...] = (1.0,) * len(ranks)
     left = [most - bytes_ for bytes_, most in zip(taken, usable)]
     if kind != "none":
-        owned_bytes = model.owned_bytes(kind) + _received_bytes(kind, model)
+        owned_bytes = model.owned_bytes(kind) + (model.received_bytes if kind == "all" else 0)
         left = [bytes_ + rank.host_bytes for bytes_, rank in zip(left, ranks)]
         room = [bytes_ if rank.most_owned_bytes is None else min(bytes_, rank.most_owned_bytes)
                 for bytes_, rank in zip(left, ranks)]  # fmt: skip
@@ -289,7 +311,7 @@ def _in_micro_batches(cost: Cost, size: int) -> Cost:
 def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int:
     """The memory of a rank that computes `share` samples, `at_once` in a micro-batch, without what it owns."""
     if kind == "all":
-        return _whole_bytes(model) + model.kept_bytes_per_sample * at_once if share else 0
+        return model.whole_bytes + model.kept_bytes_per_sample * at_once if share else 0
     taken = model.parameter_bytes
     if share:
         taken += model.cast_bytes_per_parameter * model.parameters
@@ -300,26 +322,6 @@ def _taken_bytes(kind: str, model: ModelMemory, share: int, at_once: int) -> int
     if share:  # several micro-batches add up in a whole gradient; of a single one each unit leaves when it is complete
         taken += model.gradient_bytes if share > at_once else 3 * unit_bytes
     return taken + 2 * unit_bytes
-
-
-def _whole_bytes(model: ModelMemory) -> int:
-    """With `all`: parameters and gradients that a rank has whole while it computes."""
-    whole = min(2, model.layers) * model.layer + model.root
-    # autograd keeps the copies of 16 bits until backward, unless it computes each layer again
-    cast = whole if model.checkpoints else model.parameters
-    # of the root, of the layer at work, and of two units that travel
-    gradients = model.root + model.layer + 2 * max(model.layer, model.root)
-    return (
-        whole * model.compute_bytes_per_parameter
-        + cast * model.cast_bytes_per_parameter
-        + gradients * model.gradient_bytes_per_parameter
-    )
-
-
-def _received_bytes(kind: str, model: ModelMemory) -> int:
-    """With `all`: what an owner of everything receives at a time. Of two units that travel the slices of two ranks, and
-    the sums of a round."""
-    return 6 * max(model.layer, model.root) * model.gradient_bytes_per_parameter if kind == "all" else 0
 
 
 def rounds_seconds(shares: Sequence[int], costs: Sequence[Cost], rounds: int) -> float:
@@ -403,7 +405,7 @@ def _too_small(kind: str, model: ModelMemory, names: Sequence[str], missing: Seq
 
 
 def _no_room_to_own(kind: str, model: ModelMemory, names: Sequence[str], room: Sequence[int]) -> str:
-    needed = model.owned_bytes(kind) + _received_bytes(kind, model)
+    needed = model.owned_bytes(kind) + (model.received_bytes if kind == "all" else 0)
     what = "parameters, optimizer state" if kind == "all" else "optimizer state"
     fewer = "--batch-size" if model.checkpoints else "--batch-size, --checkpoint-modules auto"
     return f"{_no_room(names, room, needed, what)}, or compute fewer samples at a time ({fewer})"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hungry import prepared, words_of
 from tests.support.failing_layers import (
     BACKWARD,
     CALM,
@@ -25,6 +24,7 @@ from tests.support.failing_layers import (
     rounds_of,
     words_for,
 )
+from tests.support.hungry import prepared, words_of
 from tests.support.nightly import nightly
 from tests.support.ranks import run_ranks
 

@@ -14,6 +14,8 @@ import torch
 
 from hetseq.balance.memory_plan import Layout, Misfit, candidates, choose
 from hetseq.balance.shares import Cost
+from hetseq.parallel.model_layers import find_layers
+from hetseq.parallel.owned_parameters import groups_of
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
@@ -53,12 +55,13 @@ def planned(shard_plan: Any, name: str) -> tuple[Layout | Misfit, ...]:
 @pytest.mark.parametrize(
     ("name", "shares", "kinds"),
     [
-        ("equal", (8, 8), ("none", "state")),
-        ("3:1", (12, 4), ("none", "state")),
-        ("server", (8, 8, 0), ("state",)),
-        ("4:2:1", (16, 8, 4), ("none", "state")),
-        ("small", (8, 8), ("state",)),
-        ("tight", (8, 8), ("none", "state")),
+        ("equal", (8, 8), ("none", "state", "all")),
+        ("3:1", (12, 4), ("none", "state", "all")),
+        ("server", (8, 8, 0), ("state", "all")),
+        ("4:2:1", (16, 8, 4), ("none", "state", "all")),
+        ("small", (8, 8), ("state", "all")),
+        ("tight", (8, 8), ("none", "state", "all")),
+        ("least", (8, 8, 0), ("all",)),
     ],
 )
 def test_each_cluster_has_the_layouts_that_it_is_for(
@@ -68,11 +71,22 @@ def test_each_cluster_has_the_layouts_that_it_is_for(
     assert tuple(one.shard_model for one in layouts) == kinds
     assert {one.shares for one in layouts} == {shares}
     chosen = choose(layouts)
-    assert chosen.shard_model == ("state" if name == "tight" else kinds[0])
-    if name == "server":
-        assert chosen.fractions == (0, 0, 1)
+    assert chosen.shard_model == ("none" if "none" in kinds and name != "tight" else "all")
+    if name in ("server", "least"):
+        assert {one.fractions for one in layouts} == {(0, 0, 1)}
     if name == "tight":
-        assert [one.micro_batch for one in layouts] == [1, 8]
+        assert [one.micro_batch for one in layouts] == [1, 8, 8]
+    if name == "least":
+        assert (chosen.micro_batch, chosen.rounds) == (4, 2)
+
+
+def test_the_planner_is_told_the_layers_that_a_run_finds(shard_plan: Any, slow_layers: Any) -> None:
+    model, network = shard_plan.model_memory(), slow_layers.SlowTokens.network()
+    parameters = list(network.parameters())
+    groups = groups_of(network, find_layers(network, ["auto"], flag=""), parameters)
+    root, *layers = [sum(parameters[place].numel() for of_type in group for place in of_type) for group in groups]
+    assert (model.root, {model.layer}, model.layers) == (root, set(layers), len(layers))
+    assert model.parameters == root + sum(layers)
 
 
 def test_a_cost_has_the_seconds_of_its_three_trainings_and_none_below_zero(shard_plan: Any) -> None:
@@ -89,16 +103,18 @@ def test_a_cost_has_the_seconds_of_its_three_trainings_and_none_below_zero(shard
 
 
 def test_a_run_is_told_the_shares_and_owners_of_its_layout(shard_plan: Any) -> None:
-    none, state = planned(shard_plan, "4:2:1")
+    none, state, all_ = planned(shard_plan, "4:2:1")
     assert shard_plan.division(none) == ["--shard-model", "none", "--balance", "16,8,4"]
     words = shard_plan.division(state)
     assert words[:5] == ["--shard-model", "state", "--balance", "16,8,4", "--own"]
     assert [float(word) for word in words[5].split(",")] == pytest.approx(state.fractions, abs=1e-6)
+    assert shard_plan.division(all_)[:2] == ["--shard-model", "all"]
+    assert shard_plan.division(all_)[4] == "--own"
 
 
 def rows(shard_plan: Any, *, times: tuple[float, float], above: float, others: float) -> Any:
     """The rows of two layouts: steps take `times` their prediction, bytes are `above` the plan by that fraction."""
-    layouts = planned(shard_plan, "4:2:1")
+    layouts = planned(shard_plan, "4:2:1")[:2]
     step_s = [layout.step_s * factor for layout, factor in zip(layouts, times)]
     found = []
     for layout, lasts_s in zip(layouts, step_s):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetseq.balance.memory_plan import ModelMemory
 from hetseq.comm.group import LocalGroup
 from hetseq.comm.slices import TaggedSlices, Transfer
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
@@ -168,3 +169,62 @@ def test_a_layer_that_goes_takes_its_copies_of_16_bits_along() -> None:
     assert forward == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]
     assert copies.counts() == (10, 0)  # backward runs each layer again
     assert all(one.owned.grad is not None and one.owned.grad.any() for one in reducer.fragments)
+
+
+class Late(Over):
+    """A transfer that is over once a rank has waited for it."""
+
+    def is_over(self) -> bool:
+        return False
+
+
+class CountingLate(Counting):
+    """Its sums arrive as late as they can."""
+
+    def sum_to_owners(
+        self, flat: torch.Tensor | None, total: torch.Tensor, *, bounds: Sequence[int], givers: Sequence[int]
+    ) -> Transfer:
+        super().sum_to_owners(flat, total, bounds=bounds, givers=givers)
+        return Late()
+
+
+class WithRoot(torch.nn.Module):
+    """Five layers, and a head that is in none of them and as large as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(5))
+        self.head = torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+        head: torch.Tensor = self.head(rows)
+        return head
+
+
+@pytest.mark.parametrize(("kind", "gradients"), [(Counting, 3), (CountingLate, 4)])
+def test_layers_that_come_and_go_take_the_room_that_the_planner_counts(kind: type[Counting], gradients: int) -> None:
+    model, unit = WithRoot(), 64
+    layers = {f"layers.{number}": layer for number, layer in enumerate(model.layers)}
+    parameters = list(model.parameters())
+    reducer = OwnedParameters(model, layers, parameters, OneRank(kind), fractions=[1.0], begins=True)
+    exchange, whole = reducer.exchange, list[int]()
+    assert isinstance(exchange, Counting)
+    exchange.made_elements = sum(one.numel() for one in exchange._free)  # without what this rank owns
+
+    def look(*_: Any) -> None:
+        whole.append(sum(one.untyped_storage().size() // one.element_size() for one in parameters))
+
+    for layer in layers.values():
+        layer.register_forward_hook(look)
+        layer.register_full_backward_hook(look)
+    for _ in range(2):
+        reducer.begin()
+        with reducer.round():
+            reducer.backward(model(torch.ones(2, 8, requires_grad=True)).sum())
+        reducer.finish()
+    reducer.close()
+    assert (max(whole), exchange.made_elements) == (3 * unit, gradients * unit)
+    planned = ModelMemory(6 * unit, layers=5).whole_bytes
+    assert planned == 4 * (3 + 4) * unit  # what sums that arrive late need
