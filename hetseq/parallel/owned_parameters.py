@@ -80,13 +80,15 @@ class OwnedParameters(OwnedUnits):
         cuts_tensors: bool = True,
         dtype: torch.dtype | None = None,
         begins: bool,
+        fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None,
     ) -> None:
         """Move the parameters into memory of their units; see `OwnedUnits`. Collective.
 
         `layers` in the order in which forward runs them. With `begins` each rank takes what it owns of the values that
-        rank zero has; otherwise it has no values before they are loaded.
+        rank zero has; otherwise it has no values before they are loaded. With `fill` as well the parameters have no
+        memory yet: every rank has it draw the values of one unit after the other, and takes what it owns.
         """
-        self._begins = begins
+        self._begins, self._fill = begins, fill
         groups = groups_of(model, layers, parameters)
         super().__init__(
             parameters, [group_ for of_layer in groups for group_ in of_layer], group, fractions=fractions,
@@ -519,7 +521,7 @@ class OwnedParameters(OwnedUnits):
         flat = torch.empty(starts[-1], dtype=members[0].dtype, device=members[0].device)
         for start, parameter in zip(starts, members):
             view = flat.as_strided(parameter.shape, parameter.stride(), start)
-            if self._begins:
+            if self._begins and self._fill is None:
                 view.copy_(parameter.detach())
             parameter.data = view
         # memory that another version counter watches: to fill it is no change in place of what autograd has kept
@@ -527,7 +529,10 @@ class OwnedParameters(OwnedUnits):
 
     def _take_own(self, unit: Unit, first: int, last: int) -> torch.Tensor:
         own = self.exchange.memory(last - first, unit.flat.dtype, unit.flat.device)
-        if self._begins:
+        if self._begins and self._fill is not None:
+            self._fill([self.parameters[index] for index in unit.indices])
+            own.copy_(unit.flat[first:last])
+        elif self._begins:
             given = None
             if self._group.rank == 0:
                 given = self.exchange.memory(unit.flat.numel(), unit.flat.dtype, unit.flat.device)
