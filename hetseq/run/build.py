@@ -515,7 +515,7 @@ def provenance_of(
         lanes=None if (lanes := lanes_of(material.train)) is None else lanes.in_words(),
         parts=None if parts is None else text_of(parts),
         base=material.base,
-        recipe=recipe_of(config.optimization, material.task),
+        recipe=recipe_of(config.optimization, material.task, delayed_init=config.distributed.delayed_init),
     )
 
 
