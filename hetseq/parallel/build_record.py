@@ -16,6 +16,7 @@ import itertools
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,7 +99,9 @@ class BuildRecord(TorchDispatchMode):
         """Context in which modules are built without memory for parameters. For one thread."""
         hook = modules.register_module_parameter_registration_hook(self._registered)
         try:
-            with self:
+            with self, warnings.catch_warnings():
+                # of torch, which does not know that such a copy is refused
+                warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
                 yield
         finally:
             hook.remove()
