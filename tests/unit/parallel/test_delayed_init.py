@@ -243,12 +243,12 @@ def test_initialise_of_the_task_comes_first() -> None:
 
 
 def test_initialise_sets_all_or_says_that_it_does_not() -> None:
-    with pytest.raises(TaskError, match="returned True for words, but leaves words.weight as it is"):
+    with pytest.raises(TaskError, match=r"returned True for words, but leaves words\.weight as it is"):
         built(Apart, initialise=Nothing().initialise)
-    with pytest.raises(TaskError, match="Wordless.initialise returned NoneType: expected True"):
+    with pytest.raises(TaskError, match=r"Wordless\.initialise returned NoneType: expected True"):
         built(Apart, initialise=Wordless().initialise)
     model, delayed = built(Apart, initialise=Half().initialise)
-    with pytest.raises(TaskError, match="initialise left numbers of words.weight unset"):
+    with pytest.raises(TaskError, match=r"initialise left numbers of words\.weight unset"):
         delayed.fill(list(model.parameters()))
 
 
@@ -390,7 +390,7 @@ def test_an_optimizer_may_read_shapes_and_types_of_absent_parameters_but_no_numb
         torch.optim.AdamW(model.parameters(), fused=True)
     assert torch.equal(optimizer.state[model.weight]["sum"], right)
     with (
-        pytest.raises(TaskError, match="Mine.build_optimizer uses the numbers of weight, which have no memory yet"),
+        pytest.raises(TaskError, match=r"Mine\.build_optimizer uses the numbers of weight, which have no memory yet"),
         RefusingNumbers(model, "Mine.build_optimizer"),
     ):
         [parameter.detach().clone() for parameter in model.parameters()]
