@@ -524,7 +524,7 @@ class DistributedConfig:
     delayed_init: bool = option(
         False,
         "build the model without memory for its parameters, and draw their first numbers later, layer by layer with"
-        " --shard-model all: the same numbers on any layout, but not those of a run without this option",
+        " --shard-model all: the same numbers on any layout, and others than without this option",
         also=("delayed-parameter-initialization",),
     )
     own: str = option(

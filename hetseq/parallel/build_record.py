@@ -24,7 +24,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,12 +69,12 @@ class Story:
 
     setters: list[Setter] = field(default_factory=list)  # in order; the first has set all of them
     lost_at: str = ""  # the line that has set numbers and cannot run again
-    alive: StorageWeakRef | None = None  # so that no other storage gets the same address
+    kept: torch.Tensor | None = None  # in this storage, so that no other one gets the same address
 
 
 @dataclass(frozen=True)
 class Writes:
-    """The storages to which a setter writes, and those of which it sets all numbers."""
+    """The storages in which a setter sets some numbers, and in which it sets all."""
 
     some: set[int] = field(default_factory=set)
     all: set[int] = field(default_factory=set)
@@ -88,7 +87,7 @@ class BuildRecord(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._task = task
         self._stories: dict[int, Story] = {}  # by storage, on "meta"
-        self._blank: dict[int, StorageWeakRef] = {}  # real storages that have no numbers yet
+        self._blank: dict[int, torch.Tensor] = {}  # by storage, in memory, without numbers yet
         self._trial: Writes | None = None
         self._tried: dict[Setter, Writes] = {}
         self._order: dict[Setter, int] = {}
@@ -105,6 +104,7 @@ class BuildRecord(TorchDispatchMode):
                 yield
         finally:
             hook.remove()
+            self._blank.clear()
 
     def story(self, parameter: torch.Tensor) -> Story:
         """What has set a parameter on "meta"."""
@@ -143,8 +143,8 @@ class BuildRecord(TorchDispatchMode):
             if not any(leaf.is_meta for leaf in tensors_in((args, kwargs))):
                 raise
             raise TaskError(
-                f"--delayed-init: {_place()} needs the numbers of a parameter, which has none yet"
-                f" ({func._schema.name}): do this later, or leave --delayed-init out"
+                f"--delayed-init: {_place()} needs numbers of parameters, which are drawn later ({func._schema.name}):"
+                " do this in forward, or leave --delayed-init out, as for weights that are read from files"
             ) from error
         name = func._schema.name.partition("::")[2]
         for place, argument in enumerate(func._schema.arguments):
@@ -159,12 +159,12 @@ class BuildRecord(TorchDispatchMode):
 
     def _made(self, tensor: torch.Tensor, name: str, args: Sequence[Any]) -> None:
         """A storage has come into being."""
-        storage, alive = storage_of(tensor), StorageWeakRef(tensor.untyped_storage())
+        storage = storage_of(tensor)
         if not tensor.is_meta:
             if "empty" in name:
-                self._blank[storage] = alive
+                self._blank[storage] = tensor
             return
-        story = Story(alive=alive)
+        story = Story(kept=tensor)
         if "empty" not in name:
             source = self._stories.get(storage_of(args[0])) if args and isinstance(args[0], torch.Tensor) else None
             if source is None or name not in ("clone", "_to_copy"):
@@ -187,7 +187,7 @@ class BuildRecord(TorchDispatchMode):
             if is_all:
                 self._trial.all.add(storage)
             return
-        story = self._stories.setdefault(storage, Story(alive=StorageWeakRef(tensor.untyped_storage())))
+        story = self._stories.setdefault(storage, Story(kept=tensor))
         setter = self._running(storage)
         if setter is None:
             story.lost_at, story.setters = _place(), []
@@ -199,7 +199,7 @@ class BuildRecord(TorchDispatchMode):
             story.setters.append(setter)
 
     def _running(self, storage: int) -> Setter | None:
-        """The innermost function on the stack that may run again for what is in the storage."""
+        """The innermost function on the stack that may run again for the parameter in a storage."""
         for frame in _frames():
             setter = self._setter_of(frame)
             if setter is not None:
@@ -221,7 +221,7 @@ class BuildRecord(TorchDispatchMode):
         """Take the memory of a new parameter away."""
         if type(parameter) is not torch.nn.Parameter or parameter.is_meta:
             return
-        is_blank = storage_of(parameter) in self._blank
+        is_blank = self._blank.pop(storage_of(parameter), None) is not None
         absent = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         put_(parameter, absent)
         if not is_blank:

@@ -229,7 +229,7 @@ class DelayedInit:
 
 
 def cast_(model: torch.nn.Module, storage: torch.dtype) -> None:
-    """Give floating-point parameters without memory another type, but not those of the base."""
+    """Give floating-point parameters without memory another type, but not to the base."""
     unchanged = {id(parameter) for parameter in base_parameters(model).values()}
     for parameter in model.parameters():
         if parameter.is_meta and parameter.is_floating_point() and id(parameter) not in unchanged:

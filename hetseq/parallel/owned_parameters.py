@@ -33,6 +33,8 @@ from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
 from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
 from hetseq.system import faults
 
+Fill = Callable[[Sequence[torch.nn.Parameter]], None]  # draws parameters in the memory that they have
+
 
 class _Kind(enum.Enum):
     FORWARD = "the parameters of a layer come, for its forward"
@@ -79,16 +81,15 @@ class OwnedParameters(OwnedUnits):
         fractions: Sequence[float],
         cuts_tensors: bool = True,
         dtype: torch.dtype | None = None,
-        begins: bool,
-        fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None,
+        begins: bool | Fill,
     ) -> None:
         """Move the parameters into memory of their units; see `OwnedUnits`. Collective.
 
         `layers` in the order in which forward runs them. With `begins` each rank takes what it owns of the values that
-        rank zero has; otherwise it has no values before they are loaded. With `fill` as well the parameters have no
-        memory yet: every rank has it draw the values of one unit after the other, and takes what it owns.
+        rank zero has; with False it has no values before they are loaded. With a function the parameters have no
+        memory yet: on every rank it draws the values of one unit after the other, and the rank takes what it owns.
         """
-        self._begins, self._fill = begins, fill
+        self._begins = begins
         groups = groups_of(model, layers, parameters)
         super().__init__(
             parameters, [group_ for of_layer in groups for group_ in of_layer], group, fractions=fractions,
@@ -521,7 +522,7 @@ class OwnedParameters(OwnedUnits):
         flat = torch.empty(starts[-1], dtype=members[0].dtype, device=members[0].device)
         for start, parameter in zip(starts, members):
             view = flat.as_strided(parameter.shape, parameter.stride(), start)
-            if self._begins and self._fill is None:
+            if self._begins is True:
                 view.copy_(parameter.detach())
             parameter.data = view
         # memory that another version counter watches: to fill it is no change in place of what autograd has kept
@@ -529,8 +530,8 @@ class OwnedParameters(OwnedUnits):
 
     def _take_own(self, unit: Unit, first: int, last: int) -> torch.Tensor:
         own = self.exchange.memory(last - first, unit.flat.dtype, unit.flat.device)
-        if self._begins and self._fill is not None:
-            self._fill([self.parameters[index] for index in unit.indices])
+        if callable(self._begins):
+            self._begins([self.parameters[index] for index in unit.indices])
             own.copy_(unit.flat[first:last])
         elif self._begins:
             given = None

@@ -19,7 +19,7 @@ from hetseq.config.sections import Config, DataConfig, MemoryConfig
 from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import Source, place_on
-from hetseq.errors import MissingSplitError
+from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.activation_offload import ActivationOffload
 from hetseq.parallel.base_parameters import base_digest, check_base, move_
@@ -126,6 +126,11 @@ class LoadedTask:
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
     """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError."""
+    if config.optimization.compile and config.distributed.delayed_init and config.distributed.shard_model == "all":
+        raise ConfigError(
+            "--compile runs the whole model before the first step, which no rank has with --delayed-init and"
+            " --shard-model all: leave one of the three out"
+        )
     if config.distributed.shard_model == "all" and device.type == "cpu":
         return_large_memory()
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.model_layers import find_layers
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
-from hetseq.parallel.owned_parameters import OwnedParameters, groups_of
+from hetseq.parallel.owned_parameters import Fill, OwnedParameters, groups_of
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import OwnedUnits, ownership_of
 from hetseq.parallel.replica import trained_parameters
@@ -67,7 +67,7 @@ def make_reducer(
     slots: Sequence[int],
     before: OwnersOfBefore | None,
     is_first: bool,
-    fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None,
+    fill: Fill | None = None,
 ) -> tuple[GradientSync, OwnedState | None]:
     """The sums of gradients of a generation, and what this rank owns; None: all of the state. Collective.
 
@@ -103,7 +103,7 @@ def make_reducer(
         owned.earlier = {} if is_first else owned.held()
         reducer = OwnedParameters(
             model, layers, list(names), group, fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype,
-            begins=is_first, fill=fill,
+            begins=is_first and (fill or True),
         )  # fmt: skip
     else:
         reducer = OwnedGradients(

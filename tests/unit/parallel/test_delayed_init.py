@@ -363,7 +363,7 @@ def past_register_parameter() -> nn.Module:
     [
         (lambda: Scaled(torch.empty(4)), "no function sets scale: Scaled has no reset_parameters()"),
         (averaged, "the buffer mean was computed from parameters"),
-        (read_out, "needs the numbers of a parameter, which has none yet"),
+        (read_out, "needs numbers of parameters, which are drawn later"),
         (two_in_one_memory, "0.weight and 1.weight are two parameters in the same memory"),
         (past_register_parameter, "0.weight has numbers already"),
     ],
