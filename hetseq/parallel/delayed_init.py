@@ -244,7 +244,7 @@ def make_absent_(parameters: Sequence[torch.nn.Parameter], device: torch.device)
         put_(parameter, memory)
 
 
-def _is_absent(tensor: torch.Tensor) -> bool:
+def is_absent(tensor: torch.Tensor) -> bool:
     """Whether a tensor with elements has no memory for them."""
     return tensor.numel() > 0 and not tensor.untyped_storage().size()
 
@@ -258,7 +258,7 @@ class RefusingNumbers(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module, where: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         named = model.named_parameters()
-        self._names = {storage_of(parameter): name for name, parameter in named if _is_absent(parameter)}
+        self._names = {storage_of(parameter): name for name, parameter in named if is_absent(parameter)}
         self._where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

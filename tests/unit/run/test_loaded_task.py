@@ -11,6 +11,7 @@ import torch
 from hetseq import config as options
 from hetseq.errors import ConfigError, HetSeqError
 from hetseq.parallel.activation_checkpointing import is_checkpointed
+from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import LoadedTask, load_material
 from tests.support.training import toy_words
 
@@ -47,6 +48,8 @@ def test_parameters_have_their_numbers_or_no_memory(shard_model: str) -> None:
     assert {parameter.dtype for parameter in parameters} == {torch.float64}
     assert {parameter.device.type for parameter in parameters} == {"cpu"}
     assert {parameter.untyped_storage().size() > 0 for parameter in parameters} == {shard_model == "none"}
+    told = rank_fields(options.complete(options.parse(toy_words("TwoTerms"))), material)  # for the other ranks
+    assert ("body.weight: drawn later" in told["initial values"]) == (shard_model == "all")
 
 
 def test_the_modules_that_are_named_run_again() -> None:
