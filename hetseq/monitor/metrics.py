@@ -177,14 +177,17 @@ class Metrics:
         """The last rows, without the numbers of each rank, for the successor of a writer that died."""
         return tuple(self._last)
 
-    def complete(self, rows: Sequence[Row]) -> None:
-        """Remember the last rows and write those missing in the file: its writer may have died before writing them."""
+    def complete(self, rows: Sequence[Row], *, step: int | None = None) -> None:
+        """Remember the last rows and write those missing in the file: its writer may have died before writing them.
+
+        Rows that are held of steps after `step` are dropped, since the run makes these steps again.
+        """
         known = {row_key(row) for row in self._last}
         self._last.extend(row for row in rows if row_key(row) not in known)
         self._last = deque(sorted(self._last, key=row_key), maxlen=_REMEMBERED)
         directory = self._recording.directory
         if self._recorder is not None and directory is not None:
-            there = _last_keys(directory.metrics)
+            there = _last_keys(directory.metrics) | self._recorder.keep_held(until=step)
             for row in rows:
                 if row_key(row) not in there:
                     (self._recorder.step if "loss" in row else self._recorder.validation)(row)
@@ -379,6 +382,15 @@ class _Recorder:
             self._held.clear()
             self._is_holding = False
             self._wakeup.notify()
+
+    def keep_held(self, *, until: int | None) -> set[tuple[int, str]]:
+        """Drop the rows that are held of later steps; the keys of the others."""
+        with self._wakeup:
+            held = [(kind, line, json.loads(line)) for kind, line in self._held]
+            held = [one for one in held if until is None or one[0] == "course" or one[2]["step"] <= until]
+            self._held = [(kind, line) for kind, line, _ in held]
+            self._waiting_bytes = sum(len(line) for _, line in (*self._waiting, *self._held))
+            return {row_key(row) for kind, _, row in held if kind != "course"}
 
     def close(self, *, deadline_s: float, code: int) -> None:
         self.release()

@@ -190,7 +190,7 @@ class OwnedParameters(OwnedUnits):
         if not self._active:
             return False
         self._stage, self._last, self._at = _Stage.FORWARD, -1, 0
-        self._passed = len(self._layers)
+        self._passed, self._outputs = len(self._layers), {}
         self._ops = self._order()
         if not self._is_forward_only:
             self._rounds += 1

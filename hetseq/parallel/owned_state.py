@@ -266,7 +266,7 @@ def refuse_shared_memory(model: torch.nn.Module, names: Mapping[torch.nn.Paramet
     """
     trained, spans = {id(one) for one in names}, []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.numel():
+        if tensor.numel() and tensor.untyped_storage().size():  # else its values are not here, nor any other
             elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
             begin = tensor.data_ptr()
             spans.append((str(tensor.device), begin, begin + elements * tensor.itemsize, name, id(tensor) in trained))

@@ -390,7 +390,7 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
         begin_from(beginning, job.directory, start.saver, job.directory_group, metrics=job.metrics)
     if inherited is not None:
         start.saver.last_step, start.saver.best = inherited.last_saved, inherited.best
-        job.metrics.complete(inherited.rows)
+        job.metrics.complete(inherited.rows, step=start.state.position.step - 1)
         reports.boundary.take_over(inherited.owed, start.state, inherited.due)
     else:
         start.saver.best = start.state.best

@@ -40,3 +40,9 @@ def stock() -> Iterator[Stock]:
 def undisturbed(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """The run of one device, for runs with owners."""
     return calm_run(chaos, tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_layers(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The run of one device with the model of `--shard-model all`."""
+    return calm_run(chaos, tmp_path_factory.mktemp("undisturbed-layers"), has_layers=True)

@@ -15,6 +15,7 @@ import pytest
 
 from hetseq.testing import Faults
 from tests.chaos.owned_runs import (
+    IN_LAYERS,
     NO_SAVE,
     OFTEN,
     PHASES,
@@ -35,7 +36,7 @@ def check_each_costs_one_step(run: Run, undisturbed: Calm) -> None:
     run.check_curve(undisturbed)
     assert len(run.losses) == len(run.kills), run.said
     for kill, loss in zip(run.kills, run.losses, strict=True):
-        assert loss["step"] - kill["step"] in PHASES[kill["phase"]], (kill, loss)
+        assert loss["step"] - kill["step"] in {**PHASES, **IN_LAYERS}[kill["phase"]], (kill, loss)
     assert not any("lost" in loss for loss in run.losses)
     assert {loss["state_bytes"] for loss in run.losses} == {0}
     begun = check_survivors(run.computed, run.kills, undisturbed.samples_of)

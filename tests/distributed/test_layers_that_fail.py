@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hungry import words_of
 from tests.support.failing_layers import (
     BACKWARD,
     CALM,
@@ -22,6 +21,7 @@ from tests.support.failing_layers import (
     dine,
     rounds_of,
 )
+from tests.support.hungry import words_of
 from tests.support.nightly import nightly
 
 shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])

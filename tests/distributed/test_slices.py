@@ -198,7 +198,7 @@ def wait_out_of_order(group: Group, kind: str) -> bool:
         begun.append((flat, exchange.gather(flat, bounds=bounds, takers=(0, 1))))
         if group.rank == 0:
             begun[-1][1].wait()
-    for flat, gather in reversed(begun):
+    for _flat, gather in reversed(begun):
         gather.wait()
     group.deadline_s = exchange_deadline
     is_right = all(flat.tolist() == [10 * number] * 2 + [10 * number + 1] * 2 for number, (flat, _) in enumerate(begun))

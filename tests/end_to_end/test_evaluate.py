@@ -182,9 +182,7 @@ BAD_OUTPUT = {
 def refused(warm: WarmLauncher, run: Path, tmp_path: Path, command: str, words: list[str], says: str) -> None:
     """The command is refused in these words, and no file is made."""
     bare = tmp_path / "bare"
-    task = toy(
-        tmp_path, load_dataset='return [sample(index) for index in range(9)] if split != "gone" else None'
-    )
+    task = toy(tmp_path, load_dataset='return [sample(index) for index in range(9)] if split != "gone" else None')
     mute = toy(tmp_path, name="mute", load_dataset="raise AssertionError('nobody asks for data in vain')")
     bare.mkdir()
     (bare / "config.yaml").write_bytes((run / "config.yaml").read_bytes())

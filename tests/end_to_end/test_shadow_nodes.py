@@ -16,6 +16,7 @@ from hetseq.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
 from hetseq.monitor.lookout import Lookout
 from hetseq.monitor.run_view import view
 from hetseq.testing import Faults
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Stock
 from tests.support.places import tcp
 
@@ -29,6 +30,7 @@ WORDS = shlex.split(
     f" --max-update {STEPS}"
 )
 SHARDED = ("--shard-model", "state", "--own", "2,1", "--bucket-cap-mb", "0.0001")
+LAYERED = ("--shard-model", "all", "--own", "2,1", "--shard-modules", "0,2")
 
 
 UNITS = 16_000
@@ -140,7 +142,7 @@ def regroups(course: Course) -> int:
     return sum(event["event"] == "generation" for event in course.events())
 
 
-@pytest.mark.parametrize("words", [(), SHARDED], ids=["replicas", "owners"])
+@pytest.mark.parametrize("words", [(), SHARDED, LAYERED], ids=["replicas", "owners", "layers"])
 def test_when_all_ranks_are_killed_the_run_goes_on_from_the_shadow(
     nodes: Nodes, calm: dict[int, float], words: tuple[str, ...]
 ) -> None:
@@ -156,11 +158,13 @@ def test_when_all_ranks_are_killed_the_run_goes_on_from_the_shadow(
     assert "lost" not in taken
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("words", "victim"), [(SHARDED, 0), (SHARDED, 1), (LAYERED, 0), *nightly((LAYERED, 1), is_many=True)]
+)
 def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
-    nodes: Nodes, calm: dict[int, float], victim: int
+    nodes: Nodes, calm: dict[int, float], words: tuple[str, ...], victim: int
 ) -> None:
-    course = Course(nodes, *NO_STATE, *SHARDED)
+    course = Course(nodes, *NO_STATE, *words)
     course.start("--ranks", 2)
     course.follow()
     course.wait_for(course.step() + 10)

@@ -1,7 +1,7 @@
 """A task of several layers, some of which a micro-batch may leave out, whose memory runs out in any of them.
 
-For `--shard-model all`, where a failure in one layer meets transfers of others: `dine` runs it, `check` knows what every
-run must keep to, whatever went wrong.
+For `--shard-model all`, where a failure in one layer meets transfers of others: `dine` runs it, `check` knows what
+every run must keep to, whatever went wrong.
 """
 
 from __future__ import annotations

@@ -31,8 +31,25 @@ from tests.support.watched import Watched
 class Run(Watched):
     folder, computing = Path({folder!r}), {computing}
     shares_memory, has_place_in_gather, pace_s = {shares_memory}, {has_place_in_gather}, {pace_s}
-    are_nodes, notes_opens = {are_nodes}, {notes_opens}
+    are_nodes, notes_opens, has_layers = {are_nodes}, {notes_opens}, {has_layers}
 """
+
+LAYERS = "layers.*"  # what --shard-modules takes
+
+
+class Layers(torch.nn.Module):
+    """A model of four layers, and a parameter that is in none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.randn(8, 16, dtype=torch.float64) / 3)
+        self.layers = torch.nn.ModuleList([*(torch.nn.Linear(16, 16) for _ in range(3)), torch.nn.Linear(16, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ self.first
+        for layer in self.layers:
+            hidden = layer(torch.tanh(hidden))
+        return hidden
 
 
 class Watched(Ledger):
@@ -43,6 +60,7 @@ class Watched(Ledger):
     pace_s: ClassVar[float]  # how much longer a forward takes while a process that computes is missing
     notes_opens: ClassVar[bool]  # writes down when a process of a rank opens a file of a checkpoint
     are_nodes: ClassVar[bool]  # each process keeps states in memory of its own, which no other process sees
+    has_layers: ClassVar[bool]  # the model has `LAYERS`, and a parameter that is in none of them
     has_begun = False
 
     def build_model(self) -> torch.nn.Module:
@@ -56,7 +74,7 @@ class Watched(Ledger):
         if self.has_place_in_gather:
             for kind in (SharedSlices, TaggedSlices):
                 kind.gather = _with_place(kind.gather)  # type: ignore[method-assign]
-        return super().build_model()
+        return Layers() if self.has_layers else super().build_model()
 
     def update_step(self, num_updates: int) -> None:
         self.has_begun = True  # what came before were trials
@@ -104,6 +122,7 @@ def write_task(
     has_place_in_gather: bool = False,
     are_nodes: bool = False,
     notes_opens: bool = False,
+    has_layers: bool = False,
     pace_s: float = 0.1,
 ) -> str:
     """A task file for one run in `folder`, and what `--task` takes for it."""
@@ -111,7 +130,7 @@ def write_task(
     text = _TEXT.format(
         folder=str(folder), computing=computing, shares_memory=shares_memory,
         has_place_in_gather=has_place_in_gather, are_nodes=are_nodes, notes_opens=notes_opens,
-        pace_s=pace_s,
+        has_layers=has_layers, pace_s=pace_s,
     )  # fmt: skip
     (folder / "task.py").write_text(text)
     return f"{folder / 'task.py'}:Run"

@@ -146,6 +146,17 @@ def test_a_row_that_is_held_and_what_follows_it_are_written_once_it_is_released(
     assert written(1) == [1, 2, 2, 3, 4]
 
 
+def test_rows_that_are_held_of_steps_that_are_made_again_are_not_written(make: Make, directory: RunDirectory) -> None:
+    metrics = make()
+    metrics.hold()
+    for number in (1, 2, 3):
+        metrics.step(row(number))
+    metrics.complete([row(1), row(2)], step=2)
+    metrics.release()
+    metrics.close()
+    assert [json.loads(line)["step"] for line in directory.metrics.read_text().splitlines()] == [1, 2]
+
+
 def test_advice_is_an_event_and_a_hint_of_the_display_and_no_warning(
     make: Make, directory: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,148 @@
+"""Ranks that are killed where parameters come and go (`--shard-model all`): in any layer, and in every phase of a step.
+
+Three ranks, each of which keeps states in memory that no other process sees, so that a kill is the loss of a node.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetseq.testing import Faults
+from tests.chaos.owned_runs import IN_LAYERS, RECOVERIES, Calm, Run
+from tests.chaos.runs import Chaos
+from tests.chaos.test_image_kills import IN_MEMORY, check_each_goes_back_in_place
+from tests.chaos.test_owned_kills import SAVING, check_each_costs_one_step, check_each_goes_back
+from tests.support.nightly import nightly
+from tests.support.watched import read_opened
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+#: how often a rank passes each phase in a step, with four layers and a root
+PASSES = {"round": 1, "layer_forward": 4, "layer_backward": 3, "layer_sum": 5}
+IN_STEPS = ["count", "forward_backward", "clip", "boundary", "reduce", "commit", "optimizer"]
+STEPS = 3  # that each process makes before it is killed
+LAYERS = [(phase, number) for phase, passes in PASSES.items() for number in range(passes)]
+SOME_LAYERS = [("round", 0), ("layer_forward", 0), ("layer_forward", 2), ("layer_backward", 1), ("layer_sum", 0),
+               ("layer_sum", 4)]  # fmt: skip
+shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+
+
+def in_turn(victim: int, places: list[tuple[str, int]]) -> Faults:
+    """Each process in that slot is killed at another place: a phase, and which of its passes in a step."""
+    faults = Faults()
+    for incarnation, (phase, number) in enumerate(places):
+        nth = STEPS * PASSES.get(phase, 1) + number + 1
+        faults = faults.kill(rank=victim).at(phase=phase, nth=nth, incarnation=incarnation)
+    return faults
+
+
+def task(shares_memory: bool, **more: Any) -> dict[str, Any]:
+    return {"shares_memory": shares_memory, "has_layers": True, **more}
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@pytest.mark.parametrize(
+    ("own", "victim", "shares_memory"),
+    [
+        ("1,1,1", 1, True),
+        *nightly(
+            ("2,0,1", 2, False),
+            ("1,1,1", 1, False),
+            ("2,0,1", 2, True),
+            ("2,0,1", 0, True),
+            ("1,2,3", 0, False),
+            is_many=True,
+        ),
+    ],
+)
+def test_the_others_go_back_to_an_image_wherever_an_owner_is_killed(
+    own: str, victim: int, shares_memory: bool, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    faults = in_turn(victim, [*SOME_LAYERS, *((phase, 0) for phase in IN_STEPS[-3:])])
+    run = Run(chaos, tmp_path, faults, own=own, task=task(shares_memory, are_nodes=True), **IN_MEMORY)
+    check_each_goes_back_in_place(run, undisturbed_layers)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@pytest.mark.parametrize("shares_memory", [False, *nightly(True)])
+@pytest.mark.parametrize("own", ["2,0,1"])
+def test_a_rank_that_owns_nothing_costs_one_step_wherever_it_is_killed(
+    own: str, shares_memory: bool, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    faults = in_turn(1, SOME_LAYERS)
+    run = Run(chaos, tmp_path, faults, own=own, task=task(shares_memory), **SAVING)
+    check_each_costs_one_step(run, undisturbed_layers)
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("FT-1", "FT-2")
+@pytest.mark.parametrize("seed", range(10))
+def test_a_hundred_kills_over_layers_and_phases(
+    seed: int, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    chance = random.Random(seed)
+    own, victim = chance.choice([("1,1,1", 0), ("1,1,1", 2), ("2,0,1", 0), ("2,0,1", 2), ("3,2,1", 1)])
+    places = [LAYERS[(10 * seed + number) % len(LAYERS)] for number in range(8)]
+    places += [(phase, 0) for phase in chance.sample(IN_STEPS, 2)]
+    chance.shuffle(places)
+    kinds = task(shares_memory=bool(seed % 2), are_nodes=True)
+    run = Run(chaos, tmp_path, in_turn(victim, places), own=own, task=kinds, **IN_MEMORY)
+    check_each_goes_back_in_place(run, undisturbed_layers)
+
+
+@pytest.mark.fault("FT-1")
+def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(
+    chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    faults = Faults().kill(rank=2).at(step=19, phase="layer_backward", nth=2)
+    faults = faults.kill(rank=0).at(step=54, phase="layer_forward", nth=3)
+    saving = {**IN_MEMORY, "save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1}
+    del saving["no_save"]
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(True, are_nodes=True, notes_opens=True), **saving)
+    run.check_curve(undisturbed_layers)
+    assert all(loss["image"] for loss in run.losses)
+    opened = read_opened(tmp_path / "watched")
+    assert opened, "saves open files"
+    for kill, loss in zip(run.kills, run.losses, strict=True):
+        began_s = kill["monotonic_s"]
+        assert [name for at_s, name in opened if began_s <= at_s <= began_s + loss["seconds"]] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("FT-1")
+@shared_or_not
+def test_an_owner_sends_all_back_to_the_newest_checkpoint_where_no_image_is_made(
+    shares_memory: bool, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    run = Run(chaos, tmp_path, in_turn(2, SOME_LAYERS), own="2,0,1", task=task(shares_memory), **SAVING)
+    check_each_goes_back(run, undisturbed_layers)
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("FT-21")
+@shared_or_not
+@pytest.mark.parametrize("name", RECOVERIES)
+def test_kills_while_the_others_recover(
+    name: str, shares_memory: bool, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    faults, has_owner = RECOVERIES[name]
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(shares_memory, are_nodes=True), **IN_MEMORY)
+    run.check_losses(undisturbed_layers)
+    are_both_lost = name == "both owners in the same instant"
+    assert any(event.get("image") for event in run.found.events) == (has_owner and not are_both_lost)
+
+
+@pytest.mark.fault("FT-3")
+@pytest.mark.parametrize("phase", ["layer_backward", *nightly(*(one for one in IN_LAYERS if one != "layer_backward"))])
+def test_a_rank_that_is_stopped_amid_a_micro_batch_is_given_up_at_the_deadline(
+    phase: str, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    faults = Faults().stop(rank=2, seconds=float("inf")).at(step=19, phase=phase)
+    options = {**IN_MEMORY, "step_deadline": 3}
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(True, are_nodes=True), **options)
+    run.check_losses(undisturbed_layers)
+    assert [event["step"] for event in run.found.events if event.get("image")] == [18], run.said
