@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining, initialise_
 from hetseq.tasks.bert.packing import Sequences
 from hetseq.tasks.nn.dropout import Dropout
 
@@ -28,7 +28,11 @@ class BertForTokenClassification(nn.Module):
         self.bert = BertForPreTraining(config).bert
         self.bert.register_module("pooler", nn.Identity())  # its output is not used
         self.dropout = Dropout(config.hidden_dropout_prob if dropout is None else dropout)
-        self.classifier = _classifier(config, labels)
+        self.classifier = nn.Linear(config.hidden_size, len(labels))
+        self._init_weights(self.classifier)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        initialise_(module, self.config.initializer_range)
 
     def forward(
         self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences, positions: Tensor
@@ -49,7 +53,11 @@ class BertForSequenceClassification(nn.Module):
         self.config, self.labels = config, labels
         self.bert = BertForPreTraining(config).bert
         self.dropout = Dropout(config.hidden_dropout_prob if dropout is None else dropout)
-        self.classifier = _classifier(config, labels)
+        self.classifier = nn.Linear(config.hidden_size, len(labels))
+        self._init_weights(self.classifier)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        initialise_(module, self.config.initializer_range)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences) -> Tensor:
         """Logits (n, labels), in the order of the samples, also for a packed batch."""
@@ -59,10 +67,3 @@ class BertForSequenceClassification(nn.Module):
 
 
 Labelling = BertForTokenClassification | BertForSequenceClassification
-
-
-def _classifier(config: BertConfig, labels: tuple[str, ...]) -> nn.Linear:
-    dense = nn.Linear(config.hidden_size, len(labels))
-    nn.init.normal_(dense.weight, std=config.initializer_range)
-    nn.init.zeros_(dense.bias)
-    return dense

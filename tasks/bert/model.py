@@ -57,7 +57,10 @@ class BertForPreTraining(nn.Module):
         self.config = config
         self.bert = BertModel(config)
         self.cls = _Heads(config)
-        _initialise_(self, config.initializer_range)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        initialise_(module, self.config.initializer_range)
 
     def forward(
         self,
@@ -300,7 +303,7 @@ class _VocabularyHead(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.transform = _Transform(config)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
     def forward(self, hidden: Tensor, word_embeddings: Tensor, ids: Tensor | None) -> Tensor:
         transformed = self.transform(hidden)
@@ -319,11 +322,11 @@ class _Transform(_DenseWithActivation):
 
 
 @torch.no_grad()
-def _initialise_(model: nn.Module, standard_deviation: float) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=standard_deviation)
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            module.weight[module.padding_idx].zero_()
+def initialise_(module: nn.Module, standard_deviation: float) -> None:
+    """Set the parameters that a module itself has; not of norms, which begin as the identity."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=standard_deviation)
+    if isinstance(module, nn.Linear | _VocabularyHead):
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        module.weight[module.padding_idx].zero_()

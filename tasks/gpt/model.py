@@ -52,7 +52,18 @@ class GptForCausalLM(nn.Module):
         self.layers = LayerStack([_Layer(config) for _ in range(config.num_hidden_layers)])
         self.norm = _norm(config)
         self.head = None if config.is_tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        _initialise_(self, config)
+        self.apply(self._init_weights)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # Radford et al. 2019, section 2.3: the stream sums two terms per layer, and its variance must not grow
+        deviation = self.config.initializer_range
+        if isinstance(module, _Addend):
+            deviation /= math.sqrt(2 * self.config.num_hidden_layers)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=deviation)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
     def forward(self, input_ids: Tensor, target_positions: Tensor) -> Tensor:
         """Logits (m, vocab_size) at the positions that have a target, which is the next token.
@@ -146,13 +157,17 @@ def _norm(config: GptConfig) -> nn.Module:
     return kind(config.hidden_size, eps=config.norm_eps)
 
 
+class _Addend(nn.Linear):
+    """A dense layer whose output is added to the residual stream."""
+
+
 class _Attention(nn.Module):
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.heads, self.groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.widths = qkv_widths(config)
         self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=config.attention_bias)
-        self.output = nn.Linear(self.heads * size, config.hidden_size, bias=config.attention_bias)
+        self.output = _Addend(self.heads * size, config.hidden_size, bias=config.attention_bias)
         self.dropout_rate = config.attention_dropout
         self.dropout = Dropout(config.residual_dropout)
 
@@ -187,25 +202,13 @@ class _Mlp(nn.Module):
         size, wide, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate = nn.Linear(size, wide, bias) if config.is_gated else None
         self.up = nn.Linear(size, wide, bias)
-        self.down = nn.Linear(wide, size, bias)
+        self.down = _Addend(wide, size, bias)
         self.activation = ACTIVATIONS[config.hidden_act]
         self.dropout = Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
         return cast(Tensor, self.dropout(self.down(wide)))
-
-
-@torch.no_grad()
-def _initialise_(model: GptForCausalLM, config: GptConfig) -> None:
-    # Radford et al. 2019, section 2.3: the stream sums two terms per layer, and its variance must not grow
-    smaller = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            adds = name.endswith((".attention.output", ".mlp.down"))
-            nn.init.normal_(module.weight, std=smaller if adds else config.initializer_range)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 # Names and shapes in Hugging Face's files.
