@@ -139,6 +139,15 @@ class Task:
         """The model, on the CPU; the seed is set before."""
         raise _missing(self, "build_model", "()", "the model")
 
+    def initialise(self, module: torch.nn.Module) -> bool:
+        """With `--delayed-init`: set the parameters that `module` itself has, in place; True if it has set them all.
+
+        It is called for each module of the model, by itself, when its parameters have memory, and before that on
+        torch's device "meta", to see which it sets. For others HetSeq takes `_init_weights(module)` of the model,
+        where `build_model` has called it, or `reset_parameters()` of the module.
+        """
+        return False
+
     def count(self, sample: Any) -> dict[str, float] | None:
         """The denominator of each term, from the collated micro-batch alone; None: its samples, as "loss"."""
         return None

@@ -148,6 +148,11 @@ def _check_left(config: Config, script: str, call: str) -> None:
             f"--shard-model all is for tasks: {script} may use the parameters at any time, when they are not here; use"
             " --shard-model state"
         )
+    if config.distributed.delayed_init:
+        raise ConfigError(
+            f"--delayed-init is for tasks: {script} builds the model itself; build it as small as it has to be there,"
+            " or write a task"
+        )
     defaults: Any = options.parse([])
     for section in _OF_A_TASK:
         for field in dataclasses.fields(getattr(config, section)):

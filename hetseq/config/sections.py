@@ -521,6 +521,12 @@ class DistributedConfig:
         " wildcards, as in 'encoder.layer.*', or auto, the layers of the model",
         metavar="PATTERN[,PATTERN...]",
     )
+    delayed_init: bool = option(
+        False,
+        "build the model without memory for its parameters, and draw their first numbers later, layer by layer with"
+        " --shard-model all: the same numbers on any layout, and others than without this option",
+        also=("delayed-parameter-initialization",),
+    )
     own: str = option(
         "auto",
         "how much of that state each rank owns: auto (by free memory), equal, or weights as in 3,1,0; 0 owns nothing",

@@ -33,6 +33,8 @@ from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
 from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
 from hetseq.system import faults
 
+Fill = Callable[[Sequence[torch.nn.Parameter]], None]  # draws parameters in the memory that they have
+
 
 class _Kind(enum.Enum):
     FORWARD = "the parameters of a layer come, for its forward"
@@ -79,12 +81,13 @@ class OwnedParameters(OwnedUnits):
         fractions: Sequence[float],
         cuts_tensors: bool = True,
         dtype: torch.dtype | None = None,
-        begins: bool,
+        begins: bool | Fill,
     ) -> None:
         """Move the parameters into memory of their units; see `OwnedUnits`. Collective.
 
         `layers` in the order in which forward runs them. With `begins` each rank takes what it owns of the values that
-        rank zero has; otherwise it has no values before they are loaded.
+        rank zero has; with False it has no values before they are loaded. With a function the parameters have no
+        memory yet: on every rank it draws the values of one unit after the other, and the rank takes what it owns.
         """
         self._begins = begins
         groups = groups_of(model, layers, parameters)
@@ -519,7 +522,7 @@ class OwnedParameters(OwnedUnits):
         flat = torch.empty(starts[-1], dtype=members[0].dtype, device=members[0].device)
         for start, parameter in zip(starts, members):
             view = flat.as_strided(parameter.shape, parameter.stride(), start)
-            if self._begins:
+            if self._begins is True:
                 view.copy_(parameter.detach())
             parameter.data = view
         # memory that another version counter watches: to fill it is no change in place of what autograd has kept
@@ -527,7 +530,10 @@ class OwnedParameters(OwnedUnits):
 
     def _take_own(self, unit: Unit, first: int, last: int) -> torch.Tensor:
         own = self.exchange.memory(last - first, unit.flat.dtype, unit.flat.device)
-        if self._begins:
+        if callable(self._begins):
+            self._begins([self.parameters[index] for index in unit.indices])
+            own.copy_(unit.flat[first:last])
+        elif self._begins:
             given = None
             if self._group.rank == 0:
                 given = self.exchange.memory(unit.flat.numel(), unit.flat.dtype, unit.flat.device)

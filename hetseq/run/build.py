@@ -10,7 +10,7 @@ import functools
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.delayed_init import RefusingNumbers
 from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
@@ -222,6 +223,7 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
     before = OwnersOfBefore(job.carried.owned) if job.carried is not None else None
     reducer, owned = make_reducer(
         model, optimizer, job.group, config.distributed, slots=job.slots_of_ranks, before=before, is_first=job.is_first,
+        fill=None if job.material.delayed is None else job.material.delayed.fill,
     )  # fmt: skip
     undo.callback(reducer.close)
     return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned)
@@ -433,11 +435,12 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
 def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimizer:
     """The optimizer of the task, else the one that --optimizer names."""
     groups = parameter_groups(material.model, config.optimization)
-    built: Any = material.task.build_optimizer(groups)
     source = f"{type(material.task).__name__}.build_optimizer"
-    if built is None:
-        source = config.optimization.optimizer
-        built = registry.find_optimizer(source)(groups, config.optimization, config.extras.get("optimizer"))
+    with nullcontext() if material.delayed is None else RefusingNumbers(material.model, source):
+        built: Any = material.task.build_optimizer(groups)
+        if built is None:
+            source = config.optimization.optimizer
+            built = registry.find_optimizer(source)(groups, config.optimization, config.extras.get("optimizer"))
     if isinstance(built, torch.optim.Optimizer):
         return built
     if isinstance(built, (list, tuple)):
@@ -512,7 +515,7 @@ def provenance_of(
         lanes=None if (lanes := lanes_of(material.train)) is None else lanes.in_words(),
         parts=None if parts is None else text_of(parts),
         base=material.base,
-        recipe=recipe_of(config.optimization, material.task),
+        recipe=recipe_of(config.optimization, material.task, delayed_init=config.distributed.delayed_init),
     )
 
 

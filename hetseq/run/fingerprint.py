@@ -50,6 +50,7 @@ from hetseq.data.fetch import TRAINING_DATA, base_order, samples_in_words, seed_
 from hetseq.data.lanes import lanes_of
 from hetseq.data.plan import derive_seed, epoch_order
 from hetseq.errors import DataError
+from hetseq.parallel.delayed_init import is_absent
 from hetseq.system.task_failure import noted
 from hetseq.task import lengths_of
 from hetseq.training.optim import learning_rates
@@ -251,7 +252,9 @@ def _model_fields(model: torch.nn.Module) -> Fields:
         ),
         "buffers": listed(_described(name, tensor) for name, tensor in model.named_buffers()) or "none",
         "modules": listed(f"{name or 'the model'}: {_settings(module)}" for name, module in model.named_modules()),
-        "initial values": listed(f"{name}: {_initial(tensor)}" for name, tensor in named[::step]),
+        "initial values": listed(
+            f"{name}: {'drawn later' if is_absent(tensor) else _initial(tensor)}" for name, tensor in named[::step]
+        ),
     }
 
 

@@ -19,13 +19,15 @@ from hetseq.config.sections import Config, DataConfig, MemoryConfig
 from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import Source, place_on
-from hetseq.errors import MissingSplitError
+from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.activation_offload import ActivationOffload
 from hetseq.parallel.base_parameters import base_digest, check_base, move_
+from hetseq.parallel.build_record import BuildRecord
+from hetseq.parallel.delayed_init import DelayedInit, cast_, make_absent_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.parallel.offload_tiers import DiskTier, HostTier
-from hetseq.parallel.replica import batch_norms, check_model
+from hetseq.parallel.replica import batch_norms, check_model, trained_parameters
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
 from hetseq.run.start_notes import kept_back
@@ -33,7 +35,7 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.processes import return_large_memory
 from hetseq.system.rank_phase import Phase
 from hetseq.system.task_failure import noted, noting
-from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
+from hetseq.task import Task, build_model, collater_of, counts_of, is_overridden, load_split, make_task
 from hetseq.training import compile as compiling
 from hetseq.training import task_checks as probe
 from hetseq.training.precision import PRECISIONS, Precision
@@ -69,6 +71,7 @@ class LoadedTask:
     start_notes: Sequence[logging.LogRecord] = ()  # about the weights of `build_model`
     own_loop: OwnLoop | None = None  # None: a task, whose steps HetSeq computes itself
     offload: ActivationOffload | None = None  # of what forward keeps for backward; None: it stays on the device
+    delayed: DelayedInit | None = None  # with --delayed-init: draws parameters that have no memory yet
 
     @property
     def terms_of_no_loss(self) -> tuple[str, ...]:
@@ -123,6 +126,11 @@ class LoadedTask:
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
     """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError."""
+    if config.optimization.compile and config.distributed.delayed_init and config.distributed.shard_model == "all":
+        raise ConfigError(
+            "--compile runs the whole model before the first step, which no rank has with --delayed-init and"
+            " --shard-model all: leave one of the three out"
+        )
     if config.distributed.shard_model == "all" and device.type == "cpu":
         return_large_memory()
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
@@ -135,17 +143,27 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     terms = probe.find_terms(task, train, collate)
     whereabouts.enter(Phase.MODEL)
     seed_everything(seed)
+    delayed = None
     with kept_back() as start_notes:
-        model = build_model(task)
+        if config.distributed.delayed_init:
+            model, delayed = _built_without_memory(task, seed)
+        else:
+            model = build_model(task)
     check_model(model)
     check_base(model)
+    if delayed is not None:
+        cast_(model, precision.storage)
+        later = [one for _, one in trained_parameters(model)] if config.distributed.shard_model == "all" else []
+        kept = {id(one) for one in later}
+        delayed.fill([one for one in model.parameters() if id(one) not in kept], device)
+        make_absent_(later, device)
     move_(model, device, precision.storage)
     if config.memory.checkpoint_modules:
         names = checkpoint_activations(model, config.memory.checkpoint_modules)
         logger.info("%d modules run again in backward: %s", len(names), _listed(names))
     material = LoadedTask(
         task, train, valid, model, terms, place, seed, device, precision, split=config.data.train_subset,
-        start_notes=start_notes, offload=_offload_of(config.memory, model, device),
+        start_notes=start_notes, offload=_offload_of(config.memory, model, device), delayed=delayed,
     )  # fmt: skip
     if config.distributed.shard_model != "all":  # else no rank has all parameters; tried when ranks can get them
         material.try_out()
@@ -158,6 +176,15 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
     return material
+
+
+def _built_without_memory(task: Task, seed: int) -> tuple[torch.nn.Module, DelayedInit]:
+    """The model with its parameters on "meta", and the functions that draw them. Raises TaskError."""
+    record = BuildRecord(task)
+    with record.building():
+        model = build_model(task)
+    initialise = task.initialise if is_overridden(task, "initialise") else None
+    return model, DelayedInit(model, record, seed, initialise=initialise)
 
 
 def _listed(names: Sequence[str]) -> str:

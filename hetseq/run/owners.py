@@ -35,7 +35,7 @@ from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.model_layers import find_layers
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
-from hetseq.parallel.owned_parameters import OwnedParameters, groups_of
+from hetseq.parallel.owned_parameters import Fill, OwnedParameters, groups_of
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import OwnedUnits, ownership_of
 from hetseq.parallel.replica import trained_parameters
@@ -67,11 +67,13 @@ def make_reducer(
     slots: Sequence[int],
     before: OwnersOfBefore | None,
     is_first: bool,
+    fill: Fill | None = None,
 ) -> tuple[GradientSync, OwnedState | None]:
     """The sums of gradients of a generation, and what this rank owns; None: all of the state. Collective.
 
     `before` is None on a rank that has no state yet. In a later generation the parts have yet to move
-    (`Replica.take_over_parts`). Raises ConfigError if the ranks have no room for the state.
+    (`Replica.take_over_parts`). `fill` draws parameters that have no memory yet. Raises ConfigError
+    if the ranks have no room for the state.
     """
     earlier = None if before is None else before.owned
     # what has owners does not change when a task freezes some of it
@@ -101,7 +103,7 @@ def make_reducer(
         owned.earlier = {} if is_first else owned.held()
         reducer = OwnedParameters(
             model, layers, list(names), group, fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype,
-            begins=is_first,
+            begins=is_first and (fill or True),
         )  # fmt: skip
     else:
         reducer = OwnedGradients(

@@ -24,10 +24,14 @@ _LEFT_OUT = (
 _TASK_FILE = "task_file"  # no option, and compared like one: another file may have a task of the same name
 
 
-def recipe_of(config: OptimizationConfig, task: object = None) -> dict[str, Any]:
+def recipe_of(
+    config: OptimizationConfig, task: object = None, *, delayed_init: bool | None = None
+) -> dict[str, Any]:  # fmt: skip
     """The options by their names, as JSON has them; the learning rate as used; and where the class of `task` is."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _LEFT_OUT}
     values["lr"] = learning_rates(config)
+    if delayed_init is not None:
+        values["delayed_init"] = delayed_init
     if task is not None:
         values[_TASK_FILE] = _file_of(type(task).__module__)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

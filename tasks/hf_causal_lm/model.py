@@ -35,6 +35,7 @@ _TEST_LENGTHS = (5, 7)  # of the documents in a row of the test
 # Of a visible change, and counts as none. Measured in 32 and 16 bits: where documents or later tokens are seen at least
 # 0.18, in 12 architectures; by rounding at most 5e-7, in 24 layers of experts.
 _LARGEST_PART = 0.1
+_FEW_WORDS = 64
 _FACTOR = "lora_factor"
 _ALL = "all-linear"  # peft's word for every linear module but the head
 
@@ -229,6 +230,30 @@ def continuations(model: Any, input_ids: Tensor, attention_mask: Tensor, *, most
     finally:
         model.generation_config = published
     return found[:, input_ids.shape[1] :]
+
+
+def small_keeps_documents_apart(folder: Path, setting: Setting) -> bool:
+    """`keeps_documents_apart` of a model with as few layers and words as show it, for one that has no numbers yet.
+
+    False where transformers makes no such model. Draws no random numbers. Raises DataError.
+    """
+    config = read_config(folder)
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or ["all"])
+    layers = next(number for number in range(1, len(kinds) + 1) if set(kinds[:number]) == set(kinds))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            text.num_hidden_layers, text.vocab_size, text.pad_token_id = layers, _FEW_WORDS, None
+            if len(kinds) > 1:
+                text.layer_types = kinds[:layers]
+            with quiet_transformers():
+                model = library("transformers").AutoModelForCausalLM.from_config(
+                    config, dtype=setting.dtype, trust_remote_code=False
+                )
+        except Exception as error:  # of an architecture whose layers are no plain number
+            logger.info("%s: no small model to try out (%s)", folder, first_line(error))
+            return False
+        return keeps_documents_apart(model, folder)
 
 
 # Reading

@@ -61,18 +61,17 @@ class HfCausalLmTask(Task):
             self._files, split, vocab_size=networks.vocab_size(self._network), max_length=self._max_length()
         )
         self._loaded.append(dataset)
+        if self.config.distributed.delayed_init:
+            dataset.is_packed = self._keeps_small_documents_apart
         return dataset
 
     def build_model(self) -> nn.Module:
         """The network of `--model`, on the CPU."""
-        lora, dtype = self._lora(), torch.float32
-        if self.config.optimization.precision == "fp64":
-            dtype = torch.float64
-        elif self.config.optimization.precision == "bf16" and lora is not None:
-            dtype = torch.bfloat16
-        setting = networks.Setting(dtype, self.config.task.dropout, lora, self.options.activation_checkpointing)
-        model = networks.build(self._folder, setting)
-        self._is_packed = networks.keeps_documents_apart(model, self._folder)
+        model = networks.build(self._folder, self._setting())
+        if self.config.distributed.delayed_init:
+            self._is_packed = self._keeps_small_documents_apart
+        else:
+            self._is_packed = networks.keeps_documents_apart(model, self._folder)
         if not self._is_packed:
             logger.info(
                 "%s does not keep documents in one row apart: each has a row of its own", networks.architecture(model)
@@ -158,6 +157,19 @@ class HfCausalLmTask(Task):
     def _tokenizer(self) -> Tokenizer | None:
         """None: the directory has none, and the data are records."""
         return open_tokenizer(self._folder) if self._files.tokenizer_files() else None
+
+    @functools.cached_property
+    def _keeps_small_documents_apart(self) -> bool:
+        """Found out before `build_model`, whose model has no numbers with --delayed-init."""
+        return networks.small_keeps_documents_apart(self._folder, self._setting())
+
+    def _setting(self) -> networks.Setting:
+        lora, dtype = self._lora(), torch.float32
+        if self.config.optimization.precision == "fp64":
+            dtype = torch.float64
+        elif self.config.optimization.precision == "bf16" and lora is not None:
+            dtype = torch.bfloat16
+        return networks.Setting(dtype, self.config.task.dropout, lora, self.options.activation_checkpointing)
 
     def _max_length(self) -> int | None:
         """The longest row, in tokens; None: any, for records. Raises ConfigError for more than the model takes."""

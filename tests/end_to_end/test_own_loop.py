@@ -460,6 +460,7 @@ def test_a_rank_whose_memory_runs_out_begins_anew_with_smaller_micro_batches(tmp
     [
         (["--lr", "0.1", "x.py"], r"--lr is the script's business: say it in x.py, or behind it"),
         (["--task", "bert", "x.py"], r"--task is the script's business"),
+        (["--delayed-init", "x.py"], r"--delayed-init is for tasks: x.py builds the model itself"),
         (["--offload-activations", "x.py"], r"--offload-activations is for tasks: x.py decides what it keeps"),
         (["y.py"], r"there is no script y.py"),
         (["--cpu"], r"found no script in the words after hetseq run: expected hetseq run"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.errors import HetSeqError
+from hetseq.errors import ConfigError, HetSeqError
 from hetseq.parallel.activation_checkpointing import is_checkpointed
+from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import LoadedTask, load_material
 from tests.support.training import toy_words
 
@@ -33,6 +34,22 @@ def test_activations_stay_unless_asked_and_on_a_cpu_without_a_folder(
     offload.close()
     with pytest.raises(HetSeqError, match="no file can be made there"):
         loaded("--offload-activations", "--offload-dir", str(tmp_path / "absent"))
+
+
+def test_a_model_is_not_compiled_of_which_no_rank_has_all() -> None:
+    with pytest.raises(ConfigError, match="leave one of the three out"):
+        loaded("--compile", "--delayed-init", "--shard-model", "all")
+
+
+@pytest.mark.parametrize("shard_model", ["none", "all"])
+def test_parameters_have_their_numbers_or_no_memory(shard_model: str) -> None:
+    material = loaded("--delayed-init", "--shard-model", shard_model, "--precision", "fp64")
+    parameters = list(material.model.parameters())
+    assert {parameter.dtype for parameter in parameters} == {torch.float64}
+    assert {parameter.device.type for parameter in parameters} == {"cpu"}
+    assert {parameter.untyped_storage().size() > 0 for parameter in parameters} == {shard_model == "none"}
+    told = rank_fields(options.complete(options.parse(toy_words("TwoTerms"))), material)  # for the other ranks
+    assert ("body.weight: drawn later" in told["initial values"]) == (shard_model == "all")
 
 
 def test_the_modules_that_are_named_run_again() -> None:

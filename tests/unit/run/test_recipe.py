@@ -33,6 +33,12 @@ def test_the_default_that_is_written_out_is_no_change() -> None:
     assert changes({}, recipe_of(OptimizationConfig())) == [], "a checkpoint from before there was a recipe"
 
 
+def test_where_the_first_numbers_come_from_is_part_of_it() -> None:
+    before, now = (recipe_of(OptimizationConfig(), delayed_init=is_delayed) for is_delayed in (False, True))
+    assert changes(before, now) == ["--delayed-init False -> True"]
+    assert changes(stored(), now) == [], "a checkpoint from before there was the option"
+
+
 def test_a_task_of_another_file_is_named_with_both_files(monkeypatch: pytest.MonkeyPatch) -> None:
     options, task = OptimizationConfig(), object.__new__(Integers)
     before = recipe_of(options, task)

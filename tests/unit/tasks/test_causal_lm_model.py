@@ -14,7 +14,15 @@ from torch import nn
 
 from hetseq import ConfigError, DataError
 from hetseq.parallel.base_parameters import base_digest, base_parameters
-from hetseq.tasks.hf_causal_lm.model import Lora, PredictedOnly, Setting, build, hub_name, keeps_documents_apart
+from hetseq.tasks.hf_causal_lm.model import (
+    Lora,
+    PredictedOnly,
+    Setting,
+    build,
+    hub_name,
+    keeps_documents_apart,
+    small_keeps_documents_apart,
+)
 from tests.support.tiny_models import publish
 
 FP64 = Setting(torch.float64)
@@ -152,6 +160,18 @@ def test_whether_a_model_keeps_documents_apart(
     assert keeps_documents_apart(model, folder) is expected
     assert torch.equal(torch.random.get_rng_state(), state)
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [("llama", {}, True), ("gpt2", {}, True), ("gemma2", GEMMA2, True), ("opt", OPT, False), ("mamba", MAMBA, False)],
+)
+def test_a_small_model_shows_whether_the_whole_one_keeps_documents_apart(
+    kind: str, fields: dict[str, Any], expected: bool, tmp_path: Path
+) -> None:
+    folder, state = publish(tmp_path / kind, kind, **fields), torch.random.get_rng_state()
+    assert small_keeps_documents_apart(folder, Setting()) is expected
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("setting", [FP64, ADAPTED, NARROW], ids=["fp64", "lora", "bf16 lora"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hetseq import ConfigError, DataError
+from hetseq import ConfigError, DataError, TaskError
 from hetseq.run.loaded_task import load_material
 from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
 from hetseq.tasks.nn.huggingface import write_pretrained
@@ -51,6 +51,13 @@ def test_what_is_said_of_a_fresh_head_waits_until_a_run_begins_with_it(
     unneeded, fresh = (record.getMessage() for record in material.start_notes)
     assert unneeded.startswith(f"{start}: not needed: bert.pooler.dense.bias, ")
     assert fresh == f"{start}: left as initialised: the head for labels"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_weights_of_a_directory_cannot_be_delayed(name: str, start: Path, tmp_path: Path) -> None:
+    task = task_of(name, tmp_path, "--init-from", str(start), "--disable-validation", "--delayed-init")
+    with pytest.raises(TaskError, match=r"huggingface\.py:\d+ needs numbers .* weights that are read from files"):
+        load_material(task.config, torch.device("cpu"), task)
 
 
 def change(path: Path, **values: Any) -> None:
