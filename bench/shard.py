@@ -340,9 +340,9 @@ def memory_row(
 
 def bound(kind: str, fraction: float, facts: dict[str, Any], *, has_several: bool) -> float:
     """The bar of a rank, in bytes; `has_several`: its step has several micro-batches."""
-    elements, largest = facts["elements"], facts["largest_unit"]
+    elements, largest = int(facts["elements"]), int(facts["largest_unit"])
     if kind == "all":
-        kept = 16 * fraction * elements + 4 * (2 * largest + facts["root"]) + 4 * 4 * largest
+        kept = 16 * fraction * elements + 4 * (2 * largest + int(facts["root"])) + 4 * 4 * largest
     else:
         kept = 4 * elements + 12 * fraction * elements + 4 * (elements if has_several else min(elements, 3 * largest))
     return SLACKS[kind] * kept + ALLOWED_BYTES

@@ -106,9 +106,9 @@ def workload(name: str, folder: Path) -> Workload:
             _image_loss,
         )
     if name == SLOW:
-        task = slow_layers.SlowTokens
-        words = ("--task", f"{slow_layers.__file__}:{task.__name__}")
-        return Workload(name, words, task.rows, lambda: slow_layers.paced(task.network()), _token_loss)
+        slow = slow_layers.SlowTokens
+        named = ("--task", f"{slow_layers.__file__}:{slow.__name__}")
+        return Workload(name, named, slow.rows, lambda: slow_layers.paced(slow.network()), _token_loss)
     if name in random_tokens.GPTS:
         task = random_tokens.GPTS[name]
         return Workload(name, ("--task", f"{TOKENS_TASK}:{task.__name__}"), task.rows, task.network, _token_loss)
