@@ -534,9 +534,9 @@ class DistributedConfig:
     )
     own_memory: str | None = node_option(
         None,
-        "most memory of this node for that state with --own auto, as in 24G or 500M; where parameters have owners too,"
-        " of its GPUs and its host, as in gpu:8G,host:40G; stable: this node stays, so it is the first to own",
-        metavar="[stable,]SIZE|gpu:SIZE,host:SIZE",
+        "most memory of this node for that state with --own auto, as in 24G or 500M; stable: this node stays, so it is"
+        " the first to own",
+        metavar="SIZE|stable|stable,SIZE",
     )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
@@ -638,47 +638,32 @@ class DistributedConfig:
         return () if self.own == "equal" else _weights("own", self.own, self.own)
 
     def own_memory_bytes(self) -> int | None:
-        """The most memory of this node's devices that `--own auto` may use for what its ranks own; None: what is free.
-        The device of a rank on the CPU is its host."""
-        return self._own_memory().get("gpu")
-
-    def own_host_bytes(self) -> int:
-        """Memory of this node's host that `--own auto` may use beside its GPUs."""
-        return self._own_memory().get("host", 0)
+        """The most memory of this node for state that `--own auto` may use; None: what is free."""
+        return self._own_memory()[0]
 
     @property
     def is_stable(self) -> bool:
         """Whether this node stays until the end of the run, so that `--own auto` prefers it as owner."""
-        return "stable" in self._own_memory()
+        return self._own_memory()[1]
 
-    def _own_memory(self) -> dict[str, int]:
-        """The sizes of `--own-memory` in bytes, by place, of gpu and host; and `stable` if it says so."""
+    def _own_memory(self) -> tuple[int | None, bool]:
+        """The size of `--own-memory` in bytes, None without one; and whether it says `stable`."""
         if self.own_memory is None:
-            return {}
-        expected = (
-            "a size as in 24G or 500M, of the GPUs and the host as in gpu:8G,host:40G, stable for a node that stays, or"
-            " both as in stable,24G"
-        )
-        found: dict[str, int] = {}
-        for word in (word.strip() for word in self.own_memory.split(",")):
-            place, colon, text = word.rpartition(":")
-            place = "stable" if word == "stable" else place if colon else "gpu"
-            is_known = place in ("gpu", "host", "stable") and place not in found
-            _require(is_known, "own_memory", self.own_memory, expected)
-            try:
-                found[place] = 0 if place == "stable" else parse_size(text, "")
-            except ConfigError:
-                raise ConfigError(f"{flag('own_memory')} {self.own_memory}: expected {expected}") from None
-        return found
+            return None, False
+        expected = "a size as in 24G or 500M, stable for a node that stays, or both as in stable,24G"
+        words = [word.strip() for word in self.own_memory.split(",")]
+        sizes = [word for word in words if word != "stable"]
+        _require(len(sizes) <= 1 and len(words) - len(sizes) <= 1, "own_memory", self.own_memory, expected)
+        try:
+            size = parse_size(sizes[0], "") if sizes else None
+        except ConfigError:
+            raise ConfigError(f"{flag('own_memory')} {self.own_memory}: expected {expected}") from None
+        return size, "stable" in words
 
     def _check_owners(self) -> None:
         """Refuse invalid owners, and owners that no other option asks for."""
         self.own_weights()
-        if "host" in self._own_memory() and self.shard_model not in ("none", "all"):
-            raise ConfigError(
-                f"--own-memory {self.own_memory}: only with --shard-model all does what a rank owns lie apart from what"
-                f" it computes with, so that it may lie in host memory; --shard-model is {self.shard_model}"
-            )
+        self._own_memory()
         _check_patterns("shard_modules", self.shard_modules)
         if self.shard_modules != ("auto",) and self.shard_model != "all":
             raise ConfigError(
