@@ -97,8 +97,8 @@ class Replica:
 
         `where` names the code inside it, for the message.
         """
-        if self.owned is None:
-            return nullcontext()
+        if self.owned is None or not self.has_parameters:
+            return self.refusing_absent(where)
         return RefusingParameters(
             self.owned.names, where, "with --shard-model state a rank gets the new parameters at the start of the next"
             " step: use after_step, which sees whole parameters, or --shard-model none",
@@ -116,8 +116,9 @@ class Replica:
             self.optimizer.step()
             return
         name = f"{type(self.optimizer).__name__}.step"
+        kind = "state" if self.has_parameters else "all"
         reason = (
-            "with --shard-model state an optimizer may use the parameters in its groups only: use --shard-model none"
+            f"with --shard-model {kind} an optimizer may use the parameters in its groups only: use --shard-model none"
         )
         with RefusingParameters(self.owned.names, name, reason):
             self.optimizer.step()
