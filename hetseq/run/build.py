@@ -223,8 +223,9 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
     before = OwnersOfBefore(job.carried.owned) if job.carried is not None else None
     reducer, owned = make_reducer(
         model, optimizer, job.group, config.distributed, slots=job.slots_of_ranks, before=before, is_first=job.is_first,
-        fill=None if job.material.delayed is None else job.material.delayed.fill,
+        fill=job.material.fill,
     )  # fmt: skip
+    job.material.fill = None  # in a later generation the owners have the numbers
     undo.callback(reducer.close)
     return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned)
 
@@ -436,7 +437,7 @@ def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimi
     """The optimizer of the task, else the one that --optimizer names."""
     groups = parameter_groups(material.model, config.optimization)
     source = f"{type(material.task).__name__}.build_optimizer"
-    with nullcontext() if material.delayed is None else RefusingNumbers(material.model, source):
+    with nullcontext() if material.fill is None else RefusingNumbers(material.model, source):
         built: Any = material.task.build_optimizer(groups)
         if built is None:
             source = config.optimization.optimizer

@@ -26,6 +26,7 @@ from hetseq.parallel.base_parameters import base_digest, check_base, move_
 from hetseq.parallel.build_record import BuildRecord
 from hetseq.parallel.delayed_init import DelayedInit, cast_, make_absent_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
+from hetseq.parallel.host_numbers import HostNumbers
 from hetseq.parallel.offload_tiers import DiskTier, HostTier
 from hetseq.parallel.replica import batch_norms, check_model, trained_parameters
 from hetseq.parallel.task_state import TaskState
@@ -55,7 +56,7 @@ class OwnLoop:
 
 @dataclass(eq=False)
 class LoadedTask:
-    """The user's part of a run on this rank. Only `trial` changes, once."""
+    """The user's part of a run on this rank. Only `trial` and `fill` change, once each."""
 
     task: Task
     train: Any
@@ -71,7 +72,8 @@ class LoadedTask:
     start_notes: Sequence[logging.LogRecord] = ()  # about the weights of `build_model`
     own_loop: OwnLoop | None = None  # None: a task, whose steps HetSeq computes itself
     offload: ActivationOffload | None = None  # of what forward keeps for backward; None: it stays on the device
-    delayed: DelayedInit | None = None  # with --delayed-init: draws parameters that have no memory yet
+    #: gives parameters that have no memory yet their numbers, once they have; None afterwards, and for no such model
+    fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
 
     @property
     def terms_of_no_loss(self) -> tuple[str, ...]:
@@ -126,10 +128,11 @@ class LoadedTask:
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
     """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError."""
-    if config.optimization.compile and config.distributed.delayed_init and config.distributed.shard_model == "all":
+    is_never_whole = config.distributed.delayed_init or _is_beside_host(device)
+    if config.optimization.compile and config.distributed.shard_model == "all" and is_never_whole:
         raise ConfigError(
-            "--compile runs the whole model before the first step, which no rank has with --delayed-init and"
-            " --shard-model all: leave one of the three out"
+            "--compile runs the whole model before the first step, which no device has with --shard-model all on a GPU"
+            " or with --delayed-init: leave one of them out"
         )
     if config.distributed.shard_model == "all" and device.type == "cpu":
         return_large_memory()
@@ -143,27 +146,31 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     terms = probe.find_terms(task, train, collate)
     whereabouts.enter(Phase.MODEL)
     seed_everything(seed)
-    delayed = None
+    drawn: DelayedInit | None = None
+    fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
     with kept_back() as start_notes:
         if config.distributed.delayed_init:
-            model, delayed = _built_without_memory(task, seed)
+            model, drawn = _built_without_memory(task, seed)
         else:
             model = build_model(task)
     check_model(model)
     check_base(model)
-    if delayed is not None:
+    later = [one for _, one in trained_parameters(model)] if config.distributed.shard_model == "all" else []
+    if drawn is not None:
         cast_(model, precision.storage)
-        later = [one for _, one in trained_parameters(model)] if config.distributed.shard_model == "all" else []
         kept = {id(one) for one in later}
-        delayed.fill([one for one in model.parameters() if id(one) not in kept], device)
+        drawn.fill([one for one in model.parameters() if id(one) not in kept], device)
         make_absent_(later, device)
+        fill = drawn.fill
+    elif later and _is_beside_host(device):
+        fill = HostNumbers(later, device, precision.storage).fill
     move_(model, device, precision.storage)
     if config.memory.checkpoint_modules:
         names = checkpoint_activations(model, config.memory.checkpoint_modules)
         logger.info("%d modules run again in backward: %s", len(names), _listed(names))
     material = LoadedTask(
         task, train, valid, model, terms, place, seed, device, precision, split=config.data.train_subset,
-        start_notes=start_notes, offload=_offload_of(config.memory, model, device), delayed=delayed,
+        start_notes=start_notes, offload=_offload_of(config.memory, model, device), fill=fill,
     )  # fmt: skip
     if config.distributed.shard_model != "all":  # else no rank has all parameters; tried when ranks can get them
         material.try_out()
@@ -176,6 +183,11 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
     return material
+
+
+def _is_beside_host(device: torch.device) -> bool:
+    """Whether a device has memory of its own, which may not hold a model that the host holds."""
+    return device.type == "cuda"
 
 
 def _built_without_memory(task: Task, seed: int) -> tuple[torch.nn.Module, DelayedInit]:

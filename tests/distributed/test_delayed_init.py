@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from hetseq import config as options
 from hetseq.comm.group import Group, LocalGroup
 from hetseq.errors import TaskError
+from hetseq.run import loaded_task
 from hetseq.run.build import RankJob, build_replica
 from hetseq.run.loaded_task import load_material
 from hetseq.run_directory import RunDirectory
@@ -129,6 +131,25 @@ def test_without_the_option_the_numbers_are_others(data: Path, alone: dict[str, 
     words = [word for word in gpt_words(data) if word != "--delayed-init"]
     plain, name = begin(LocalGroup(), prepared(tmp_path), words), "layers.0.attention.qkv.weight"
     assert not torch.equal(plain.parameters[name], alone["fp32"].parameters[name])
+
+
+def begin_beside_the_host(group: Group, save_dir: str, words: list[str]) -> Begun:
+    """As `begin`, with the CPU in the place of a GPU, whose memory may not hold the model."""
+    with mock.patch.object(loaded_task, "_is_beside_host", return_value=True):
+        return begin(group, save_dir, words)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_that_stays_on_the_host_until_it_is_divided_begins_with_the_same_bits(
+    precision: str, data: Path, tmp_path: Path
+) -> None:
+    words = [word for word in gpt_words(data, "--shard-model", "all", "--own", "3,1") if word != "--delayed-init"]
+    words += ["--precision", precision]
+    plain = run_ranks(begin, 2, prepared(tmp_path / "plain"), words)
+    for right, begun in zip(plain, run_ranks(begin_beside_the_host, 2, prepared(tmp_path / "host"), words)):
+        assert begun.losses == right.losses
+        assert begun.kernel == right.kernel
+        assert all(torch.equal(begun.parameters[name], value) for name, value in right.parameters.items())
 
 
 @pytest.mark.parametrize("kind", ["llama", *nightly("gpt2", "qwen2")])

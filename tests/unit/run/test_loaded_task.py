@@ -37,7 +37,7 @@ def test_activations_stay_unless_asked_and_on_a_cpu_without_a_folder(
 
 
 def test_a_model_is_not_compiled_of_which_no_rank_has_all() -> None:
-    with pytest.raises(ConfigError, match="leave one of the three out"):
+    with pytest.raises(ConfigError, match="leave one of them out"):
         loaded("--compile", "--delayed-init", "--shard-model", "all")
 
 
