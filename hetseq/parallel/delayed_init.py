@@ -244,6 +244,12 @@ def make_absent_(parameters: Sequence[torch.nn.Parameter], device: torch.device)
         put_(parameter, memory)
 
 
+def make_present_(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Give parameters of `make_absent_` memory again, whose numbers are undefined."""
+    for parameter in parameters:
+        parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+
+
 def is_absent(tensor: torch.Tensor) -> bool:
     """Whether a tensor with elements has no memory for them."""
     return tensor.numel() > 0 and not tensor.untyped_storage().size()

@@ -36,7 +36,7 @@ from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.delayed_init import RefusingNumbers
+from hetseq.parallel.delayed_init import RefusingNumbers, make_present_
 from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
@@ -219,6 +219,10 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
         raise ConfigError(
             f"the model of {type(job.material.task).__name__} has no parameter to train: expected at least one"
         )
+    if job.material.fill is not None and config.distributed.shard_model != "all":  # a shadow has the whole model
+        make_present_(parameters)
+        job.material.fill(parameters)
+        job.material.fill = None
     optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
     before = OwnersOfBefore(job.carried.owned) if job.carried is not None else None
     reducer, owned = make_reducer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,6 +150,19 @@ def test_a_model_that_stays_on_the_host_until_it_is_divided_begins_with_the_same
         assert begun.losses == right.losses
         assert begun.kernel == right.kernel
         assert all(torch.equal(begun.parameters[name], value) for name, value in right.parameters.items())
+
+
+def test_a_shadow_of_such_a_run_has_the_whole_model(data: Path, alone: dict[str, Begun], tmp_path: Path) -> None:
+    config = options.complete(
+        options.parse([*gpt_words(data, "--shard-model", "all"), "--save-dir", prepared(tmp_path)])
+    )
+    material = load_material(config, torch.device("cpu"))
+    whole = replace(config, distributed=replace(config.distributed, shard_model="none"))
+    with ExitStack() as closing:
+        job = RankJob(whole, RunDirectory(Path(config.checkpoint.save_dir)), LocalGroup(), material, Recorder())
+        model = build_replica(job, closing).model
+        found = dict(model.named_parameters())
+        assert all(torch.equal(found[name], value) for name, value in alone["fp32"].parameters.items())
 
 
 @pytest.mark.parametrize("kind", ["llama", *nightly("gpt2", "qwen2")])
