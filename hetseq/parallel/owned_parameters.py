@@ -204,7 +204,8 @@ class OwnedParameters(OwnedUnits):
         if has_samples:
             self._issue_to(_Kind.FORWARD, -1)
             self._await(self._root)
-        self._point("round")
+        if not self._is_forward_only:
+            faults.point("round")
         return True
 
     def _order(self) -> list[_Op]:
@@ -370,15 +371,11 @@ class OwnedParameters(OwnedUnits):
             if earlier.is_whole or earlier.gathers:  # a layer that this forward leaves out
                 self._free(earlier)
         self._issue_to(_Kind.FORWARD, number)
-        self._point("layer_forward")
+        if not self._is_forward_only:
+            faults.point("layer_forward")
         self._await(layer)
         if number + 1 < len(self._layers):
             self._issue_to(_Kind.FORWARD, number + 1)  # travels while this layer computes
-
-    def _point(self, phase: str) -> None:
-        """A place where a fault may happen, in rounds that compute gradients."""
-        if not self._is_forward_only:
-            faults.point(phase)
 
     def _run_again(self, number: int) -> None:
         """A forward has come back to an earlier layer."""
