@@ -218,7 +218,7 @@ class DelayedInit:
         setter()
 
     def _finish(self, parameter: torch.nn.Parameter, drawn: torch.Tensor) -> None:
-        """Bring what was drawn to its place."""
+        """Write the drawn numbers into the parameter, unless they were drawn there."""
         if any(piece.isnan().any() for piece in drawn.view(-1).split(_PIECE) if piece.sum().isnan()):
             raise TaskError(
                 f"--delayed-init: {' and '.join(one.name for one in self._setters[id(parameter)])} left numbers of"

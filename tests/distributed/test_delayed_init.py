@@ -33,7 +33,7 @@ LAYOUTS = [
     ("all", "3,1"), ("state", "3,1"), ("all", "6,2,1"),
     *nightly(("state", "6,2,1"), ("all", "1"), ("all", "0,1"), is_many=True),
 ]  # fmt: skip
-#: by precision, how far a loss of the first two steps may be from that of one rank: measured 3e-16, 4e-8 and 5e-5
+#: by precision: the largest distance of a loss from the one that a single rank has; measured were 3e-16, 4e-8, 5e-5
 TOLERANCES = {"fp64": 1e-14, "fp32": 1e-6, "bf16": 1e-3}
 PRECISIONS = list(TOLERANCES)
 

@@ -183,7 +183,7 @@ def refused(warm: WarmLauncher, run: Path, tmp_path: Path, command: str, words: 
     """The command is refused in these words, and no file is made."""
     bare = tmp_path / "bare"
     task = toy(tmp_path, load_dataset='return [sample(index) for index in range(9)] if split != "gone" else None')
-    mute = toy(tmp_path, name="mute", load_dataset="raise AssertionError('nobody asks for data in vain')")
+    mute = toy(tmp_path, name="mute", load_dataset="raise AssertionError('no one may ask for data here')")
     bare.mkdir()
     (bare / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     places = {"RUN": run, "BARE": bare, "TASK": f"{task}:Toy", "MUTE": f"{mute}:Toy", "HERE": tmp_path}

@@ -195,7 +195,7 @@ def _eat(group: Group, save_dir: str, words: list[str], appetite: Appetite, task
 def fail(
     group: Group, save_dir: str, words: list[str], appetites: list[Appetite], shares_memory: bool, task: type[Layered]
 ) -> tuple[str, list[str]]:
-    """A rank's life that ends with an error: the error, and what was logged."""
+    """Run on one rank until an error ends it; returns the error and the lines of the log."""
     lines: list[str] = []
     log, keeping = logging.getLogger("hetseq"), KeepingLines(lines)
     log.addHandler(keeping)

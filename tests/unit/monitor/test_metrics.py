@@ -134,7 +134,7 @@ def test_a_row_that_is_held_and_what_follows_it_are_written_once_it_is_released(
     metrics.step(row(2))
     metrics.validation({"step": 2, "epoch": 1, "valid_loss": 0.5})
     metrics.event("save", step=2)
-    assert written(1) == [1]  # the write was that of the event
+    assert written(1) == [1]  # this write is of the event alone
     assert [event["step"] for event in read_events(directory.events)] == [2]
     metrics.release()
     assert written(1) == [1, 2, 2]
