@@ -261,18 +261,14 @@ class OwnedParameters(OwnedUnits):
     def _gather(self, unit: Unit, layer: _Layer) -> None:
         is_taker = self._group.rank in self._active
         if is_taker:
-            self._finish_gathers(layer, unless=unit)
+            if unit is layer.units[0]:
+                self._await(layer)  # an earlier transfer into the same memory
             layer.is_whole = False
             _allocate(unit.flat)
         transfer = self.exchange.gather(
             unit.flat if is_taker else None, bounds=unit.bounds, takers=self._active, own=unit.own
         )
         (layer.gathers if is_taker else self._serving).append(transfer)
-
-    def _finish_gathers(self, layer: _Layer, *, unless: Unit) -> None:
-        """Wait for an earlier transfer into the same memory, if this is the first one of another."""
-        if layer.units[0] is unless:
-            self._await(layer)
 
     def _await(self, layer: _Layer) -> None:
         """Wait until the parameters of a layer are here."""

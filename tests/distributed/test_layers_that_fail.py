@@ -1,4 +1,4 @@
-"""With `--shard-model all`, memory that runs out in any layer: no rank hangs, and the losses are those of one device."""
+"""With `--shard-model all`, memory that runs out in any layer: no rank hangs, and the losses stay as they are."""
 
 from __future__ import annotations
 
