@@ -190,7 +190,7 @@ class DelayedInit:
                         restoring.callback(put_, one, put_(one, memory))
                     self._run(setter)
                 for key, parameter in list(left.items()):
-                    if last[key] is setter or last[key] == setter:
+                    if last[key] == setter:
                         self._finish(parameter, drawn.pop(key))
                         del left[key]
 

@@ -92,6 +92,7 @@ def _owned(config: Config, material: LoadedTask, group: Group) -> OwnedParameter
     """The parameters of a run with `--shard-model all`, without values yet; None: each rank has all of them."""
     if config.distributed.shard_model != "all":
         return None
+    material.fill = None  # the numbers come from the checkpoint
     model, weights = material.model, config.distributed.own_weights() or ()
     fractions = weights if len(weights) == group.world_size else (1.0,) * group.world_size
     layers = find_layers(model, config.distributed.shard_modules, flag="--shard-modules")
