@@ -299,3 +299,27 @@ def test_a_net_whose_root_has_no_parameters_of_its_own(own: str, tmp_path: Path)
     modules = "--shard-modules first,layers.*,head"
     calm, lives = run(tmp_path, Layered, f"--balance 3,1 --batch-size 12 {FEW}", own, more=[modules])
     compare(lives, calm, rel=0.0)
+
+
+def micro_batches(group: Group, save_dir: str, words: list[str]) -> list[int]:
+    """How many a rank computed in each step."""
+    session = session_of(group, save_dir, words, Recorder())
+    computer: Any = session.controller._computer
+    attempt, found = computer.attempt, list[int]()
+
+    def counted(data: Any, *args: Any) -> Any:
+        found.append(len(data.micro_batches))
+        return attempt(data, *args)
+
+    computer.attempt = counted
+    try:
+        session.train()
+        return found
+    finally:
+        session.close()
+
+
+def test_all_ranks_cut_their_shares_into_as_many_micro_batches(tmp_path: Path) -> None:
+    told = ["--global-batch-size", "12", "--batch-size", "3", "--balance", "3,1", "--max-update", "2"]
+    words = [*toy_words("TwoTerms"), *told, "--shard-model", "all", "--shard-modules", "body,cls,reg", "--own", "1,1"]
+    assert run_ranks(micro_batches, 2, prepared(tmp_path), words) == [[3, 3], [3, 3]]

@@ -55,8 +55,8 @@ def on(ranks: int) -> tuple[str, ...]:
     return ("--distributed-world-size", str(ranks))
 
 
-#: parameters come and go; rank 1 owns a quarter of them
-DIVIDED = ("--shard-model", "all", "--shard-modules", "0", "--own", "3,1")
+#: parameters come and go; rank 1 owns a quarter of them, and has fewer pieces
+DIVIDED = ("--shard-model", "all", "--shard-modules", "0", "--own", "3,1", "--balance", "7,1")
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:

@@ -130,3 +130,36 @@ def test_where_tokens_are_counted_they_are_halved_and_short_samples_stay_many() 
     assert sizes.holds(45, 450)
     assert sizes.holds(1, 451), "a longer one has to be tried by itself"
     assert not sizes.refuse(1, 451)
+
+
+@pytest.mark.parametrize(
+    ("cap", "share", "needed", "rounds", "size"),
+    [
+        (4, 12, 3, 3, 4),
+        (4, 4, 1, 3, 2),  # two and two: the third round is another rank's alone
+        (4, 9, 3, 3, 3),
+        (None, 12, 1, 4, 3),  # no limit of its own
+        (4, 2, 1, 5, 1),
+        (4, 0, 0, 3, 4),  # a rank without samples
+    ],
+)
+def test_a_share_is_cut_evenly_into_the_rounds_of_all_ranks(
+    cap: int | None, share: int, needed: int, rounds: int, size: int
+) -> None:
+    sizes = MicroBatchSizes(MicroBatchCap(cap))
+    assert sizes.needed(share, cut=99) == needed
+    cut = [min(cap or share, share)]
+    assert sizes.spread(share, rounds, cut=cut) == (share > 0 and cut[0] != size)
+    assert sizes.cap.samples == (size if share else cap)
+    if share:
+        assert not sizes.spread(share, rounds, cut=[size]), "it is cut so already"
+    assert sizes.needed(12, cut=99) == (3 if cap else 1), "what memory allows stays known"
+
+
+def test_units_and_tokens_are_not_cut_into_rounds() -> None:
+    units, tokens = MicroBatchSizes(MicroBatchCap(4), is_fixed=True), MicroBatchSizes(MicroBatchCap(None, 100))
+    for sizes in (units, tokens):
+        before = sizes.cap
+        assert sizes.needed(12, cut=5) == 5
+        assert not sizes.spread(12, 6, cut=[4, 4, 4])
+        assert sizes.cap == before

@@ -45,6 +45,15 @@ def test_a_throttled_rank_sleeps_until_a_slower_machine_would_have_been_done(
     assert clocks.asleep == slept
 
 
+def test_a_wait_for_other_ranks_comes_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, waited = Clocks(), [1.0]  # seconds so far
+    monkeypatch.setattr(throttle, "time", clocks)
+    with Throttle(3.0).slowed(lambda: waited[-1]):
+        clocks.compute(2.0, waits_s=5.0)
+        waited.append(6.0)
+    assert clocks.asleep == [4.0]
+
+
 def test_what_a_throttled_rank_has_overslept_shortens_the_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(oversleeps_s=0.5)
     monkeypatch.setattr(throttle, "time", clocks)
