@@ -200,3 +200,14 @@ def test_modules_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     for kind, text in told:
         assert kind == "ConfigError"
         assert text.startswith("--shard-modules layer.* fits no module of ModuleDict: expected patterns of names")
+
+
+class Mean(Layered):
+    def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
+        return {"loss": super().loss(model, sample)["loss"] / len(sample["x"])}
+
+
+def test_a_loss_that_is_a_mean_is_found_before_the_first_step_on_all_ranks(tmp_path: Path) -> None:
+    told = run_ranks(fail, 3, prepared(tmp_path), words(), Mean, True, timeout_s=30)
+    for kind, text in told:
+        assert (kind, text.partition(",")[0]) == ("TaskError", "Mean.loss returns the mean of 'loss'")
