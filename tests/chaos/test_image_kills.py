@@ -89,6 +89,17 @@ def test_a_kill_between_two_units_of_new_parameters_spoils_no_image(
     check_each_goes_back_in_place(Run(chaos, tmp_path, faults, own="2,0,1", task=task, **IN_MEMORY), undisturbed)
 
 
+def check_no_checkpoint_is_opened(run: Run, undisturbed: Calm, watched: Path) -> None:
+    """From each kill until the survivors compute again."""
+    run.check_curve(undisturbed)
+    assert all(loss["image"] for loss in run.losses)
+    opened = read_opened(watched)
+    assert opened, "saves open files"
+    for kill, loss in zip(run.kills, run.losses, strict=True):
+        began_s = kill["monotonic_s"]
+        assert [name for at_s, name in opened if began_s <= at_s <= began_s + loss["seconds"]] == []
+
+
 @pytest.mark.fault("FT-1")
 def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, undisturbed: Calm, tmp_path: Path) -> None:
     faults = Faults().kill(rank=2).at(step=19, phase="reduce").kill(rank=0).at(step=54, phase="commit")
@@ -96,13 +107,7 @@ def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(chaos: Chaos, undis
     saving = {"save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1, **SLOWLY}
     task = {"are_nodes": True, "notes_opens": True}
     run = Run(chaos, tmp_path, faults, own="2,0,1", task=task, **saving)
-    run.check_curve(undisturbed)
-    assert all(loss["image"] for loss in run.losses)
-    opened = read_opened(tmp_path / "watched")
-    assert opened, "saves open files"
-    for kill, loss in zip(run.kills, run.losses, strict=True):
-        began_s = kill["monotonic_s"]
-        assert [name for at_s, name in opened if began_s <= at_s <= began_s + loss["seconds"]] == []
+    check_no_checkpoint_is_opened(run, undisturbed, tmp_path / "watched")
 
 
 @pytest.mark.fault("FT-21")

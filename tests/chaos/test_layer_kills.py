@@ -14,10 +14,9 @@ import pytest
 from hetseq.testing import Faults
 from tests.chaos.owned_runs import IN_LAYERS, RECOVERIES, Calm, Run
 from tests.chaos.runs import Chaos
-from tests.chaos.test_image_kills import IN_MEMORY, check_each_goes_back_in_place
+from tests.chaos.test_image_kills import IN_MEMORY, check_each_goes_back_in_place, check_no_checkpoint_is_opened
 from tests.chaos.test_owned_kills import SAVING, check_each_costs_one_step, check_each_goes_back
 from tests.support.nightly import nightly
-from tests.support.watched import read_opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -103,13 +102,7 @@ def test_no_checkpoint_is_opened_on_the_way_back_to_an_image(
     saving = {**IN_MEMORY, "save_interval_updates": 7, "no_epoch_checkpoints": True, "memory_interval_updates": 1}
     del saving["no_save"]
     run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(True, are_nodes=True, notes_opens=True), **saving)
-    run.check_curve(undisturbed_layers)
-    assert all(loss["image"] for loss in run.losses)
-    opened = read_opened(tmp_path / "watched")
-    assert opened, "saves open files"
-    for kill, loss in zip(run.kills, run.losses, strict=True):
-        began_s = kill["monotonic_s"]
-        assert [name for at_s, name in opened if began_s <= at_s <= began_s + loss["seconds"]] == []
+    check_no_checkpoint_is_opened(run, undisturbed_layers, tmp_path / "watched")
 
 
 @pytest.mark.nightly

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.comm.group import Group
 from hetseq.tasks.gpt.task import GptTask
 from tests.distributed import test_owned_tasks as owned
 from tests.distributed.test_owned_tasks import (
-    CURVE,
-    GRADIENT,
     OPTIMIZERS,
     Case,
     Kind,
     build,
+    check_compiled,
     compare,
     make_gpt,
-    train_compiled,
     words_of,
 )
 from tests.support.nightly import nightly
@@ -163,23 +159,9 @@ def test_the_whole_matrix(task: str, layout: tuple[str, str], shares_memory: boo
     check(tmp_path, placed(cases, layout), shares_memory=shares_memory)
 
 
-def train_quietly(group: Group, save_dir: str, words: list[str], cache: str) -> OwnedFacts:
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor", category=UserWarning)  # of Dynamo
-    return train_compiled(group, save_dir, words, cache)
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler for a CPU")
 def test_two_compiled_ranks_have_the_curve_of_plain_ones(tmp_path: Path) -> None:
     words = [*words_of(make_gpt(tmp_path, "gpt2"), Case("gpt2", "3,1", "sgd"), STEPS), "--shard-model", "all"]
-    plain, compiled = (
-        run_ranks(
-            train_quietly, 2, prepared(tmp_path / name), [*words, *more], str(tmp_path / "cache"), timeout_s=300
-        )
-        for name, more in (("plain", []), ("compiled", ["--compile"]))
-    )  # fmt: skip
-    assert any((tmp_path / "cache").rglob("*.so")), "something was compiled"
-    for facts in compiled:
-        assert facts.losses == pytest.approx(plain[0].losses, rel=CURVE)
-        assert facts.norms[0] == pytest.approx(plain[0].norms[0], rel=GRADIENT)
+    check_compiled(words, tmp_path)

@@ -246,16 +246,13 @@ def test_another_limit_of_the_norm_is_another_curve(tmp_path: Path) -> None:
 
 def train_compiled(group: Group, save_dir: str, words: list[str], cache: str) -> OwnedFacts:
     warnings.filterwarnings("ignore", message=".* is deprecated", category=DeprecationWarning)  # torch within itself
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor", category=UserWarning)  # of Dynamo
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # nothing that another test has compiled
     return train_owned(group, save_dir, words, True)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler for a CPU")
-def test_two_compiled_ranks_have_the_curve_of_plain_ones(tmp_path: Path) -> None:
-    words = toy_words("Integers", global_batch_size=12, max_sentences=5, max_update=STEPS, precision="fp64")
-    words += ["--shard-model", "state", "--own", "3,1", "--balance", "9,3", "--bucket-cap-mb", "0.0001"]
+def check_compiled(words: list[str], tmp_path: Path) -> None:
+    """Two ranks train with `--compile` as they do without it."""
     plain, compiled = (
         run_ranks(
             train_compiled, 2, prepared(tmp_path / name), [*words, *more], str(tmp_path / "cache"), timeout_s=300
@@ -266,3 +263,12 @@ def test_two_compiled_ranks_have_the_curve_of_plain_ones(tmp_path: Path) -> None
     for facts in compiled:
         assert facts.losses == pytest.approx(plain[0].losses, rel=CURVE)
         assert facts.norms[0] == pytest.approx(plain[0].norms[0], rel=GRADIENT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler for a CPU")
+def test_two_compiled_ranks_have_the_curve_of_plain_ones(tmp_path: Path) -> None:
+    words = toy_words("Integers", global_batch_size=12, max_sentences=5, max_update=STEPS, precision="fp64")
+    words += ["--shard-model", "state", "--own", "3,1", "--balance", "9,3", "--bucket-cap-mb", "0.0001"]
+    check_compiled(words, tmp_path)
