@@ -154,7 +154,7 @@ class TaggedSlices:
                 for number, giver in enumerate(givers if elements else ()):
                     if giver == self._rank:
                         assert flat is not None, "this rank gives"
-                        term = into = flat[own]
+                        term = into = flat[own].to(total.device)  # what a GPU rank owns may be in host memory
                     else:
                         into, await_it = arriving.pop(giver)
                         await_it()

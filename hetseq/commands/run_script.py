@@ -13,7 +13,7 @@ from hetseq import config as options
 from hetseq.cluster.membership.assignment import ScriptJob
 from hetseq.config.command_line import Argument, Command, CommandOption
 from hetseq.config.fields import catalogue_of
-from hetseq.config.sections import SECTIONS, Config
+from hetseq.config.sections import SECTIONS, Config, DistributedConfig
 from hetseq.errors import ConfigError, UnknownOptionError
 from hetseq.system.processes import interrupting_on_signals
 
@@ -148,6 +148,8 @@ def _check_left(config: Config, script: str, call: str) -> None:
             f"--shard-model all is for tasks: {script} may use the parameters at any time, when they are not here; use"
             " --shard-model state"
         )
+    if config.distributed.shard_modules != DistributedConfig.shard_modules:
+        raise ConfigError(f"--shard-modules is for tasks, whose parameters may come and go: leave it out for {script}")
     if config.distributed.delayed_init:
         raise ConfigError(
             f"--delayed-init is for tasks: {script} builds the model itself; build it as small as it has to be there,"

@@ -511,14 +511,14 @@ class DistributedConfig:
     shard_model: str = option(
         "none",
         "where parameters, optimizer state and gradient sums live: on every rank (none); the last two divided among the"
-        " ranks (state); all divided, so that a rank has whole layers only while it computes them (all); or none where"
-        " each rank has room for that, else state (auto)",
+        " ranks (state); all divided, so that a rank has whole layers only while it computes them (all); or the first"
+        " of these that every rank has room for (auto)",
         choices=("none", "state", "all", "auto"),
     )
     shard_modules: tuple[str, ...] = option(
         ("auto",),
-        "with --shard-model all: modules whose parameters come and go together, in the order of forward: names with"
-        " wildcards, as in 'encoder.layer.*', or auto, the layers of the model",
+        "with --shard-model all or auto: modules whose parameters come and go together, in the order of forward: names"
+        " with wildcards, as in 'encoder.layer.*', or auto, the layers of the model",
         metavar="PATTERN[,PATTERN...]",
     )
     delayed_init: bool = option(
@@ -534,9 +534,9 @@ class DistributedConfig:
     )
     own_memory: str | None = node_option(
         None,
-        "most memory of this node for that state with --own auto, as in 24G or 500M; stable: this node stays, so it is"
-        " the first to own",
-        metavar="SIZE|stable|stable,SIZE",
+        "most memory of this node for that state with --own auto, as in 24G or 500M; where parameters have owners too,"
+        " of its GPUs and its host, as in gpu:8G,host:40G; stable: this node stays, so it is the first to own",
+        metavar="[stable,]SIZE|gpu:SIZE,host:SIZE",
     )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
@@ -638,34 +638,49 @@ class DistributedConfig:
         return () if self.own == "equal" else _weights("own", self.own, self.own)
 
     def own_memory_bytes(self) -> int | None:
-        """The most memory of this node for state that `--own auto` may use; None: what is free."""
-        return self._own_memory()[0]
+        """The most memory of this node's devices that `--own auto` may use for what its ranks own; None: what is free.
+        The device of a rank on the CPU is its host."""
+        return self._own_memory().get("gpu")
+
+    def own_host_bytes(self) -> int | None:
+        """The memory of this node's host that `--own auto` may use beside its GPUs; None: it isn't mentioned."""
+        return self._own_memory().get("host")
 
     @property
     def is_stable(self) -> bool:
         """Whether this node stays until the end of the run, so that `--own auto` prefers it as owner."""
-        return self._own_memory()[1]
+        return "stable" in self._own_memory()
 
-    def _own_memory(self) -> tuple[int | None, bool]:
-        """The size of `--own-memory` in bytes, None without one; and whether it says `stable`."""
+    def _own_memory(self) -> dict[str, int]:
+        """The sizes of `--own-memory` in bytes, by place, of gpu and host; and `stable` if it says so."""
         if self.own_memory is None:
-            return None, False
-        expected = "a size as in 24G or 500M, stable for a node that stays, or both as in stable,24G"
-        words = [word.strip() for word in self.own_memory.split(",")]
-        sizes = [word for word in words if word != "stable"]
-        _require(len(sizes) <= 1 and len(words) - len(sizes) <= 1, "own_memory", self.own_memory, expected)
-        try:
-            size = parse_size(sizes[0], "") if sizes else None
-        except ConfigError:
-            raise ConfigError(f"{flag('own_memory')} {self.own_memory}: expected {expected}") from None
-        return size, "stable" in words
+            return {}
+        expected = (
+            "a size as in 24G or 500M, of the GPUs and the host as in gpu:8G,host:40G, stable for a node that stays, or"
+            " both as in stable,24G"
+        )
+        found: dict[str, int] = {}
+        for word in (word.strip() for word in self.own_memory.split(",")):
+            place, colon, text = word.rpartition(":")
+            place = "stable" if word == "stable" else place if colon else "gpu"
+            is_known = place in ("gpu", "host", "stable") and place not in found
+            _require(is_known, "own_memory", self.own_memory, expected)
+            try:
+                found[place] = 0 if place == "stable" else parse_size(text, "")
+            except ConfigError:
+                raise ConfigError(f"{flag('own_memory')} {self.own_memory}: expected {expected}") from None
+        return found
 
     def _check_owners(self) -> None:
         """Refuse invalid owners, and owners that no other option asks for."""
         self.own_weights()
-        self._own_memory()
+        if "host" in self._own_memory() and self.shard_model == "state":
+            raise ConfigError(
+                f"--own-memory {self.own_memory}: only with --shard-model all does what a rank owns lie apart from what"
+                f" it computes with, so that it may be in host memory; --shard-model is {self.shard_model}"
+            )
         _check_patterns("shard_modules", self.shard_modules)
-        if self.shard_modules != ("auto",) and self.shard_model != "all":
+        if self.shard_modules != ("auto",) and self.shard_model not in ("all", "auto"):
             raise ConfigError(
                 f"--shard-modules {','.join(self.shard_modules)} names what comes and goes with --shard-model all, but"
                 f" --shard-model is {self.shard_model}: add --shard-model all, or leave it out"

@@ -63,7 +63,7 @@ def try_out(optimizer: torch.optim.Optimizer) -> Manner:
 
 
 def _refusal(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"--shard-model state: {name} {reason}. Use another optimizer, or --shard-model none")
+    return ConfigError(f"--shard-model: {name} {reason}. Use another optimizer, or --shard-model none")
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:

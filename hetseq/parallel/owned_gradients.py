@@ -22,7 +22,7 @@ from hetseq.comm.group import Group
 from hetseq.comm.slices import Transfer
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, WithoutRounds, are_finite, buckets_of, norm_of
-from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
+from hetseq.parallel.owned_units import Division, OwnedUnits, Unit, starts_of
 
 
 class OwnedGradients(WithoutRounds, OwnedUnits):
@@ -32,10 +32,9 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         self,
         parameters: Sequence[torch.nn.Parameter],
         group: Group,
+        division: Division,
         *,
-        fractions: Sequence[float],
         bucket_bytes: int,
-        cuts_tensors: bool = True,
         dtype: torch.dtype | None = None,
         moved: Callable[[torch.nn.Parameter], None] = lambda _: None,
     ) -> None:
@@ -44,10 +43,7 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         `moved` is called for each parameter once it lies in its unit, so that nothing keeps its earlier memory.
         """
         self._moved = moved
-        super().__init__(
-            parameters, units_of(parameters, bucket_bytes), group, fractions=fractions, cuts_tensors=cuts_tensors,
-            dtype=dtype,
-        )  # fmt: skip
+        super().__init__(parameters, units_of(parameters, bucket_bytes), group, division, dtype=dtype)
         self._is_last = False
         self._sent = 0
         self._whole: set[int] = set()  # the ranks whose copies are up to date

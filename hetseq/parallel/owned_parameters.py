@@ -30,7 +30,7 @@ from hetseq.errors import DisagreementError, HetSeqError, PeerLostError, TaskErr
 from hetseq.parallel.absent_parameters import RefusingAbsent, hidden_from
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
-from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
+from hetseq.parallel.owned_units import Division, OwnedUnits, Unit, starts_of
 from hetseq.system import faults
 
 Fill = Callable[[Sequence[torch.nn.Parameter]], None]  # draws parameters in the memory that they have
@@ -77,9 +77,8 @@ class OwnedParameters(OwnedUnits):
         layers: Mapping[str, torch.nn.Module],
         parameters: Sequence[torch.nn.Parameter],
         group: Group,
+        division: Division,
         *,
-        fractions: Sequence[float],
-        cuts_tensors: bool = True,
         dtype: torch.dtype | None = None,
         begins: bool | Fill,
     ) -> None:
@@ -92,9 +91,8 @@ class OwnedParameters(OwnedUnits):
         self._begins = begins
         groups = groups_of(model, layers, parameters)
         super().__init__(
-            parameters, [group_ for of_layer in groups for group_ in of_layer], group, fractions=fractions,
-            cuts_tensors=cuts_tensors, dtype=dtype,
-        )  # fmt: skip
+            parameters, [group_ for of_layer in groups for group_ in of_layer], group, division, dtype=dtype
+        )
         self._root, *self._layers = (_Layer(name) for name in ("the model", *layers))
         units = iter(self._units)
         for layer, of_layer in zip((self._root, *self._layers), groups):
@@ -527,7 +525,8 @@ class OwnedParameters(OwnedUnits):
         return Unit(indices, starts, flat.data)
 
     def _take_own(self, unit: Unit, first: int, last: int) -> torch.Tensor:
-        own = self.exchange.memory(last - first, unit.flat.dtype, unit.flat.device)
+        device = torch.device("cpu") if unit.is_on_host else unit.flat.device
+        own = self.exchange.memory(last - first, unit.flat.dtype, device)
         if callable(self._begins):
             self._begins([self.parameters[index] for index in unit.indices])
             own.copy_(unit.flat[first:last])

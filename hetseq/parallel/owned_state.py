@@ -39,6 +39,7 @@ class OwnedState:
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
         #: what this rank held by earlier cuts, until the state has moved
         self.earlier: dict[int, Held] = {}
+        self.has_layers = False  # the parameters come and go
         self.planned_bytes = 0  # the memory that this rank is expected to use; 0: not known
         self.fraction = 0.0  # of the state, in relation to other ranks
         self.cut = 0  # the generation that cut the state as it is held
@@ -198,7 +199,7 @@ class OwnedState:
             }
         self.fragments = {self.names[fragment.parameter]: fragment for fragment in own.values()}
         self._counted = (0, 0)
-        self.cut, self.earlier, self.fraction = cut, {}, reducer.fractions[reducer.rank]
+        self.cut, self.earlier, self.fraction = cut, {}, reducer.division.fractions[reducer.rank]
         self.part = sum(one.end - one.begin for one in own.values()), reducer.ownership.total
 
 
@@ -239,7 +240,7 @@ def _refuse_foreign_parameters(optimizer: torch.optim.Optimizer, names: Mapping[
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
-                    f"--shard-model state: {name} has a parameter of shape {tuple(parameter.shape)} that is not in the"
+                    f"--shard-model: {name} has a parameter of shape {tuple(parameter.shape)} that is not in the"
                     " model: register it there, or use --shard-model none"
                 )
     lists = {id(group["params"]) for group in optimizer.param_groups}
@@ -253,7 +254,7 @@ def _refuse_foreign_parameters(optimizer: torch.optim.Optimizer, names: Mapping[
                 parameters = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
                 if found := next((known[id(parameter)] for parameter in parameters if id(parameter) in known), None):
                     raise ConfigError(
-                        f"--shard-model state: {name} keeps {found} in {type(one).__name__}.{attribute}, besides its"
+                        f"--shard-model: {name} keeps {found} in {type(one).__name__}.{attribute}, besides its"
                         " groups; a rank updates only what it owns, so the optimizer must use the parameters of its"
                         " groups: change it, or use --shard-model none"
                     )
@@ -277,7 +278,7 @@ def refuse_shared_memory(model: torch.nn.Module, names: Mapping[torch.nn.Paramet
                 break
             if is_trained or is_other_trained:
                 raise ConfigError(
-                    f"--shard-model state: {name} and {other} are two tensors in the same memory: use one parameter"
+                    f"--shard-model: {name} and {other} are two tensors in the same memory: use one parameter"
                     " under both names, as in b.weight = a.weight, or --shard-model none"
                 )
 

@@ -34,6 +34,20 @@ _ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same 
 
 
 @dataclass(frozen=True)
+class Division:
+    """How ranks divide what has owners, and where this rank keeps its part.
+
+    `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
+    owner. Of this rank's own elements at most `device_elements` are on its device and the others, in whole units, in
+    host memory; None: all are on the device.
+    """
+
+    fractions: tuple[float, ...]
+    cuts_tensors: bool = True
+    device_elements: int | None = None
+
+
+@dataclass(frozen=True)
 class Fragment:
     """The part of one parameter that this rank owns, as the optimizer sees it."""
 
@@ -55,6 +69,7 @@ class Unit:
     own: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): what this rank owns
     total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): sums of gradients
     fragments: list[tuple[Fragment, slice]] = field(default_factory=list)  # with its place in `total`
+    is_on_host: bool = False  # what this rank owns of it, also where the parameters are on a GPU
     room: int = 0  # elements of the memory for its gradients, which units of about its size use in turn
     gradients: torch.Tensor | None = None  # (room,), from the first gradient until they are sent
     missing: int = 0  # parameters whose gradient of the micro-batch has not arrived yet
@@ -67,8 +82,7 @@ class OwnedUnits:
     """What `OwnedGradients` and `OwnedParameters` have in common.
 
     `.grad` of the `fragments` is the gradient of a step; the model's parameters have none. `groups` are the parameters
-    of each unit, by their places. `fractions` has one number for each rank, on all ranks the same. Without
-    `cuts_tensors` each parameter has one owner. Sums have the type `dtype` (default: the parameters' own).
+    of each unit, by their places. Sums have the type `dtype` (default: the parameters' own).
     """
 
     def __init__(
@@ -76,9 +90,8 @@ class OwnedUnits:
         parameters: Sequence[torch.nn.Parameter],
         groups: Sequence[Sequence[int]],
         group: Group,
+        division: Division,
         *,
-        fractions: Sequence[float],
-        cuts_tensors: bool,
         dtype: torch.dtype | None,
     ) -> None:
         """Move the parameters into memory of their units. Collective."""
@@ -86,13 +99,16 @@ class OwnedUnits:
         self.exchange: SliceExchange = group.slices(self.parameters[0].device)
         #: (parameters,): whether a gradient arrived on this rank in this step
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self.parameters), np.bool_)
-        self.fractions = tuple(fractions)
-        self.ownership = ownership_of(self.parameters, groups, self.fractions, cuts_tensors=cuts_tensors)
+        self.division = division
+        self.ownership = ownership_of(self.parameters, groups, division)
         self._units: list[Unit] = []
-        for indices, bounds in zip(groups, self.ownership.bounds, strict=True):
+        own = [bounds[self.rank + 1] - bounds[self.rank] for bounds in self.ownership.bounds]
+        stay = that_stay(own, division.device_elements)
+        for indices, bounds, stays in zip(groups, self.ownership.bounds, stay, strict=True):
             unit = self._make_unit(list(indices))
+            unit.is_on_host = not stays
             self._units.append(unit)
-            self._divide(unit, bounds, cuts_tensors)
+            self._divide(unit, bounds)
         for unit, room in zip(self._units, _rooms([unit.flat.numel() for unit in self._units])):
             unit.room = room
         self._home = {index: (unit, place) for unit in self._units for place, index in enumerate(unit.indices)}
@@ -205,7 +221,7 @@ class OwnedUnits:
         """The memory of what this rank owns of a unit, its elements `first` to `last`. Shape (last - first,)."""
         raise NotImplementedError
 
-    def _divide(self, unit: Unit, bounds: tuple[int, ...], cuts_tensors: bool) -> None:
+    def _divide(self, unit: Unit, bounds: tuple[int, ...]) -> None:
         """Find what this rank owns of a unit."""
         unit.bounds = bounds
         first, last = bounds[self._group.rank], bounds[self._group.rank + 1]
@@ -217,7 +233,7 @@ class OwnedUnits:
             if begin >= end:
                 continue
             # without dimensions: its state has none either, and would not fit one of shape (1,)
-            is_whole = not (cuts_tensors and parameter.is_contiguous() and parameter.dim())
+            is_whole = not (self.division.cuts_tensors and parameter.is_contiguous() and parameter.dim())
             own = unit.own[begin - first : end - first]
             if is_whole:
                 own = own.as_strided(parameter.shape, parameter.stride())
@@ -309,19 +325,29 @@ def _hooked(parameter: torch.nn.Parameter, arrived: Callable[[torch.Tensor], Non
         parameter.requires_grad_(is_trained)
 
 
-def ownership_of(
-    parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], fractions: Sequence[float], *,
-    cuts_tensors: bool,
-) -> Ownership:  # fmt: skip
+def ownership_of(parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], division: Division) -> Ownership:
     """Who owns what with these arguments of `OwnedUnits`; nothing moves. Any rank, alone."""
     units = [[parameters[index] for index in indices] for indices in groups]
     sizes = [
         UnitSizes(
-            tuple(one.numel() for one in unit), tuple(cuts_tensors and one.is_contiguous() for one in unit)
+            tuple(one.numel() for one in unit), tuple(division.cuts_tensors and one.is_contiguous() for one in unit)
         )
         for unit in units
     ]  # fmt: skip
-    return cut(sizes, fractions)
+    return cut(sizes, division.fractions)
+
+
+def that_stay(elements: Sequence[int], most: int | None) -> list[bool]:
+    """For each unit whether the own elements of it are on the device, which has room for `most`; None: for all. Pure.
+
+    The first ones stay, and of later ones those that fit what is left.
+    """
+    stay = []
+    left = sum(elements) if most is None else most
+    for own in elements:
+        stay.append(own <= left)
+        left -= own if own <= left else 0
+    return stay
 
 
 def starts_of(parameters: Sequence[torch.Tensor]) -> list[int]:

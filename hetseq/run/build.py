@@ -36,7 +36,7 @@ from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.delayed_init import RefusingNumbers, make_present_
+from hetseq.parallel.delayed_init import RefusingNumbers
 from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
@@ -191,8 +191,9 @@ class Reports:
 def build_session(job: RankJob) -> Session:
     """Build the session of one rank; collective. Raises HetSeqError for contradictory options and unreadable files."""
     with ExitStack() as undo, _patience(job, job.group), _patience(job, job.directory_group.group):
+        was_absent = job.material.fill is not None
         replica = build_replica(job, undo)
-        if job.is_first and not replica.has_parameters:
+        if job.is_first and (was_absent or not replica.has_parameters):
             job.material.try_out(replica.reducer)
         sizes = micro_batch_sizes(job)
         validators = make_validators(job.config, job.material, sizes)
@@ -219,15 +220,11 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
         raise ConfigError(
             f"the model of {type(job.material.task).__name__} has no parameter to train: expected at least one"
         )
-    if job.material.fill is not None and config.distributed.shard_model != "all":  # a shadow has the whole model
-        make_present_(parameters)
-        job.material.fill(parameters)
-        job.material.fill = None
     optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
     before = OwnersOfBefore(job.carried.owned) if job.carried is not None else None
     reducer, owned = make_reducer(
-        model, optimizer, job.group, config.distributed, slots=job.slots_of_ranks, before=before, is_first=job.is_first,
-        fill=job.material.fill,
+        model, optimizer, job.group, config.distributed, layers=job.material.layers, slots=job.slots_of_ranks,
+        before=before, is_first=job.is_first, fill=job.material.fill,
     )  # fmt: skip
     job.material.fill = None  # in a later generation the owners have the numbers
     undo.callback(reducer.close)

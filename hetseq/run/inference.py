@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hetseq import registry
+from hetseq.balance.memory_plan import USABLE
 from hetseq.balance.shares import assign_shares
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention
 from hetseq.cluster.membership.assignment import InferenceJob
@@ -29,12 +30,14 @@ from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.parallel.base_parameters import check_same_base
+from hetseq.parallel.delayed_init import make_present_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
-from hetseq.parallel.model_layers import find_layers
 from hetseq.parallel.owned_parameters import OwnedParameters
+from hetseq.parallel.owned_units import Division
 from hetseq.parallel.replica import check_fit, load_model_, model_tensors, trained_parameters
 from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.planning import make_validators
+from hetseq.run.rank_room import rooms_of_ranks
 from hetseq.run_directory import RunDirectory, json_line
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.files import write_all
@@ -89,15 +92,21 @@ def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: G
 
 
 def _owned(config: Config, material: LoadedTask, group: Group) -> OwnedParameters | None:
-    """The parameters of a run with `--shard-model all`, without values yet; None: each rank has all of them."""
-    if config.distributed.shard_model != "all":
-        return None
-    material.fill = None  # the numbers come from the checkpoint
-    model, weights = material.model, config.distributed.own_weights() or ()
-    fractions = weights if len(weights) == group.world_size else (1.0,) * group.world_size
-    layers = find_layers(model, config.distributed.shard_modules, flag="--shard-modules")
+    """Parameters that come and go, without values yet; None: each rank has all of them. Collective."""
+    model, layers, fill = material.model, material.layers, material.fill
     trained = [parameter for _, parameter in trained_parameters(model)]
-    return OwnedParameters(model, layers, trained, group, fractions=fractions, begins=False)
+    material.fill = None  # the numbers come from the checkpoint
+    is_whole = not layers
+    if layers and config.distributed.shard_model == "auto":
+        rooms = rooms_of_ranks(trained, group, config.distributed, kind=-1, fraction=0.0)
+        is_whole = sum(one.nbytes for one in trained) <= USABLE * min(one.capacity for one in rooms)
+    if is_whole:
+        if fill is not None:
+            make_present_(trained)
+        return None
+    weights = config.distributed.own_weights() or ()
+    fractions = weights if len(weights) == group.world_size else (1.0,) * group.world_size
+    return OwnedParameters(model, layers, trained, group, Division(fractions), begins=False)
 
 
 def _load(

@@ -27,6 +27,7 @@ from hetseq.parallel.build_record import BuildRecord
 from hetseq.parallel.delayed_init import DelayedInit, cast_, make_absent_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.parallel.host_numbers import HostNumbers
+from hetseq.parallel.model_layers import AUTO, find_layers
 from hetseq.parallel.offload_tiers import DiskTier, HostTier
 from hetseq.parallel.replica import batch_norms, check_model, trained_parameters
 from hetseq.parallel.task_state import TaskState
@@ -72,6 +73,8 @@ class LoadedTask:
     start_notes: Sequence[logging.LogRecord] = ()  # about the weights of `build_model`
     own_loop: OwnLoop | None = None  # None: a task, whose steps HetSeq computes itself
     offload: ActivationOffload | None = None  # of what forward keeps for backward; None: it stays on the device
+    #: whose parameters come and go with --shard-model all, by name; none where they must not
+    layers: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     #: gives parameters that have no memory yet their numbers, once they have; None afterwards, and for no such model
     fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
 
@@ -155,7 +158,8 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             model = build_model(task)
     check_model(model)
     check_base(model)
-    later = [one for _, one in trained_parameters(model)] if config.distributed.shard_model == "all" else []
+    layers = layers_of(model, config)
+    later = [one for _, one in trained_parameters(model)] if layers else []
     if drawn is not None:
         cast_(model, precision.storage)
         kept = {id(one) for one in later}
@@ -170,9 +174,9 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         logger.info("%d modules run again in backward: %s", len(names), _listed(names))
     material = LoadedTask(
         task, train, valid, model, terms, place, seed, device, precision, split=config.data.train_subset,
-        start_notes=start_notes, offload=_offload_of(config.memory, model, device), fill=fill,
+        start_notes=start_notes, offload=_offload_of(config.memory, model, device), layers=layers, fill=fill,
     )  # fmt: skip
-    if config.distributed.shard_model != "all":  # else no rank has all parameters; tried when ranks can get them
+    if fill is None and config.distributed.shard_model != "all":  # else tried when ranks can get the parameters
         material.try_out()
     if config.optimization.compile:
         whereabouts.enter(Phase.COMPILING)
@@ -183,6 +187,19 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
     return material
+
+
+def layers_of(model: torch.nn.Module, config: Config) -> dict[str, torch.nn.Module]:
+    """The modules whose parameters may come and go, by name; none where they must not. Raises ConfigError."""
+    kind, patterns = config.distributed.shard_model, config.distributed.shard_modules
+    if kind not in ("all", "auto") or (kind == "auto" and config.optimization.compile):
+        return {}  # to compile a model, a device needs it whole
+    try:
+        return find_layers(model, patterns, flag="--shard-modules")
+    except ConfigError:
+        if kind == "auto" and patterns == (AUTO,):
+            return {}  # a model without layers
+        raise
 
 
 def _is_beside_host(device: torch.device) -> bool:

@@ -7,47 +7,42 @@ owners are there: a rank that joins owns nothing with `--own auto`, so it needs 
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from hetseq.balance.memory_plan import (
-    USABLE,
-    Layout,
-    ModelMemory,
-    RankMemory,
-    candidates,
-    choose,
-    in_words,
-    own_fractions,
-)
+from hetseq.balance.memory_plan import SHARD_MODELS, Layout, RankMemory, candidates, choose, in_words, own_fractions
 from hetseq.balance.ownership import GRAIN, Ownership
 from hetseq.balance.shares import Cost
-from hetseq.comm.group import Group, Rows
+from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
+from hetseq.parallel.delayed_init import make_present_
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
-from hetseq.parallel.model_layers import find_layers
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
 from hetseq.parallel.owned_parameters import Fill, OwnedParameters, groups_of
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
-from hetseq.parallel.owned_units import OwnedUnits, ownership_of
+from hetseq.parallel.owned_units import Division, OwnedUnits, ownership_of
 from hetseq.parallel.replica import trained_parameters
-from hetseq.system import device_memory, host_memory
+from hetseq.run.rank_room import (
+    RankRoom,
+    StateMemory,
+    device_room,
+    memory_of,
+    room_by_weight,
+    rooms_of_ranks,
+    state_room,
+)
+from hetseq.system import device_memory
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
-_UNKNOWN, _REPLICAS, _OWNERS = -1, 0, 1
 _REFUSES = -1
-_WIDE = 8  # bytes of a number in double precision
 _ROUNDING = 0.01  # of the state: parts follow the fractions as closely as cuts allow
 
 
@@ -57,6 +52,11 @@ class OwnersOfBefore:
 
     owned: OwnedState | None
 
+    @property
+    def kind(self) -> str:
+        """What `--shard-model auto` chose."""
+        return "none" if self.owned is None else "all" if self.owned.has_layers else "state"
+
 
 def make_reducer(
     model: torch.nn.Module,
@@ -64,6 +64,7 @@ def make_reducer(
     group: Group,
     config: DistributedConfig,
     *,
+    layers: Mapping[str, torch.nn.Module],
     slots: Sequence[int],
     before: OwnersOfBefore | None,
     is_first: bool,
@@ -72,49 +73,55 @@ def make_reducer(
     """The sums of gradients of a generation, and what this rank owns; None: all of the state. Collective.
 
     `before` is None on a rank that has no state yet. In a later generation the parts have yet to move
-    (`Replica.take_over_parts`). `fill` draws parameters that have no memory yet. Raises ConfigError
-    if the ranks have no room for the state.
+    (`Replica.take_over_parts`). `layers` may come and go. `fill` draws parameters that have no memory yet. Raises
+    ConfigError if the ranks have no room for the state.
     """
     earlier = None if before is None else before.owned
     # what has owners does not change when a task freezes some of it
     names = earlier.names if earlier else {parameter: name for name, parameter in trained_parameters(model)}
-    bucket_bytes = int(config.bucket_cap_mb * _MIB)
-    layers = find_layers(model, config.shard_modules, flag="--shard-modules") if config.shard_model == "all" else {}
-    memory = _model_memory(list(names), config, groups_of(model, layers, list(names)) if layers else None)
-    division = None
-    if config.shard_model != "none":
-        division = _divide(list(names), group, config, memory, slots=slots, before=before)
-    if division is None:
-        return gradients_of(
-            list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
-        ), None  # fmt: skip
+    parameters, bucket_bytes = list(names), int(config.bucket_cap_mb * _MIB)
+    groups = groups_of(model, layers, parameters) if layers else None
+    kind, rooms, is_wide = config.shard_model, list[RankRoom](), config.reduce_dtype is not None
+    if kind != "none":
+        number = -1 if before is None else SHARD_MODELS.index(before.kind)
+        fraction = 0.0 if earlier is None else earlier.fraction
+        rooms = rooms_of_ranks(parameters, group, config, kind=number, fraction=fraction)
+    if kind == "auto":
+        number = max(one.kind for one in rooms)  # a rank that joins brings none
+        everything = memory_of(parameters, groups, is_wide=is_wide)
+        kind = SHARD_MODELS[number] if number >= 0 else _chosen(rooms, everything, group)
+    if kind != "all" and fill is not None:
+        make_present_(parameters)
+        fill(parameters)
+    if kind == "none":
+        return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
+    memory = memory_of(parameters, groups if kind == "all" else None, is_wide=is_wide)
+    fractions, room = _divide(rooms, config, memory, slots)
     owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
+    on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory)
+    division = Division(fractions, cuts_tensors, on_device)
     if is_first:
-        units = units_of(list(names), bucket_bytes)
-        if layers:
-            units = [unit for of_layer in groups_of(model, layers, list(names)) for unit in of_layer]
-        ownership = ownership_of(list(names), units, division.fractions, cuts_tensors=cuts_tensors)
-        lacking = _lacking_room(ownership, division, memory.state_bytes)
+        units = units_of(parameters, bucket_bytes)
+        if kind == "all" and groups is not None:
+            units = [unit for of_layer in groups for unit in of_layer]
+        ownership = ownership_of(parameters, units, division)
+        lacking = _lacking_room(ownership, room, memory.bytes)
         if lacking:
-            raise _no_room(lacking, ownership, memory.state_bytes, names, optimizer, config, cuts_tensors=cuts_tensors)
-    dtype = torch.float64 if config.reduce_dtype is not None else None
+            raise _no_room(lacking, ownership, memory, names, optimizer, config, cuts_tensors=cuts_tensors)
+    dtype = torch.float64 if is_wide else None
     reducer: OwnedGradients | OwnedParameters
-    if layers:
-        owned.earlier = {} if is_first else owned.held()
-        reducer = OwnedParameters(
-            model, layers, list(names), group, fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype,
-            begins=is_first and (fill or True),
-        )  # fmt: skip
+    if kind == "all":
+        owned.has_layers, owned.earlier = True, {} if is_first else owned.held()
+        begins = is_first and (fill or True)
+        reducer = OwnedParameters(model, layers, parameters, group, division, dtype=dtype, begins=begins)
     else:
         reducer = OwnedGradients(
-            list(names), group, fractions=division.fractions, bucket_bytes=bucket_bytes, cuts_tensors=cuts_tensors,
-            dtype=dtype, moved=owned.follow_,
-        )  # fmt: skip
-        owned.earlier = owned.held()
-    share = reducer.ownership.owned_by(group.rank) / max(1, reducer.ownership.total)
-    in_use = device_memory.in_use_bytes(next(iter(names)).device)
-    to_come = memory.state_bytes - (memory.parameter_bytes if layers else 0)  # what it owns of the parameters is here
-    owned.planned_bytes = in_use + round(share * to_come) + memory.moving_bytes
+            parameters, group, division, bucket_bytes=bucket_bytes, dtype=dtype, moved=owned.follow_
+        )
+    on_device = sum(one.end - one.begin for one in reducer.fragments if one.owned.device == parameters[0].device)
+    to_come = memory.model.state_bytes  # what it owns of the parameters is here
+    in_use = device_memory.in_use_bytes(parameters[0].device)
+    owned.planned_bytes = in_use + round(on_device / max(1, reducer.ownership.total) * to_come) + memory.moving_bytes
     if is_first:
         owned.adopt_(reducer, cut=group.generation)
         if group.rank == 0:
@@ -161,80 +168,36 @@ def _owned_alike(
     if refusal is not None:
         raise refusal
     if (refusing := np.flatnonzero(answers == _REFUSES)).size:
-        raise ConfigError(f"--shard-model state: rank {refusing[0]} cannot divide the state; its own log says why")
+        raise ConfigError(f"--shard-model: rank {refusing[0]} cannot divide the state; its own log says why")
     assert owned is not None
     return owned, bool(answers.all())
 
 
-@dataclass(frozen=True)
-class _Division:
-    """How much each rank owns, in relation to others, and the room that it has for that, in bytes."""
-
-    fractions: tuple[float, ...]
-    room_bytes: tuple[int, ...]
-
-
 def _divide(
-    parameters: Sequence[torch.nn.Parameter],
-    group: Group,
-    config: DistributedConfig,
-    memory: _Memory,
-    *,
-    slots: Sequence[int],
-    before: OwnersOfBefore | None,
-) -> _Division | None:
-    """Who owns how much; None: every rank has all of the state. Collective."""
-    kind = _UNKNOWN if before is None else _REPLICAS if before.owned is None else _OWNERS
-    fraction = before.owned.fraction if before is not None and before.owned is not None else 0.0
-    room = _room_bytes(parameters[0].device) + memory.leaving_bytes(parameters)
-    host = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
-    most = config.own_memory_bytes()
-    numbers = [
-        kind,
-        int(np.float64(fraction).view(np.int64)),
-        room,
-        config.is_stable,
-        host,
-        -1 if most is None else most,
-    ]
-    numbers.append(parameters[0].is_cuda)
-    rows = group.all_gather_rows(np.array(numbers, np.int64))
-    rooms, limits = _rooms_and_limits(rows)
-    kinds = [int(kind) for kind in rows[:, 0] if kind != _UNKNOWN]
-    if config.shard_model == "auto":
-        kind = kinds[0] if kinds else _chosen(memory.model, rooms, limits, rows, group)
-        if kind == _REPLICAS:
-            return None
-    free = [
-        min(max(0, int(USABLE * room) - memory.moving_bytes), room if limit is None else limit)
-        for room, limit in zip(rooms, limits)
-    ]
+    rooms: Sequence[RankRoom], config: DistributedConfig, memory: StateMemory, slots: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """How much each rank owns, in relation to others, and the bytes that it has room for. Raises ConfigError."""
+    room = state_room(rooms, memory)
     if config.own_weights() is not None:
         weights = _by_slot(config, slots)
-        return _Division(weights, _room_by_weight(rows, free, weights))
-    earlier = rows[:, 1].copy().view(np.float64)
-    if earlier.sum() > 0:
-        return _Division(tuple(earlier.tolist()), tuple(free))
-    return _Division(own_fractions(free, [bool(stays) for stays in rows[:, 3]], memory.state_bytes), tuple(free))
+        return weights, room_by_weight(rooms, room, weights)
+    earlier = tuple(one.fraction for one in rooms)
+    if sum(earlier) > 0:
+        return earlier, room
+    return own_fractions(room, [one.is_stable for one in rooms], memory.bytes), room
 
 
-def _room_by_weight(rows: Rows, free: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
-    """The room of each rank where ranks on the CPU of one host divide theirs by their weights."""
-    of_host: dict[int, list[int]] = {}
-    for rank, (host, is_gpu) in enumerate(rows[:, [4, 6]].tolist()):
-        of_host.setdefault(-1 - rank if is_gpu else host, []).append(rank)
-    room = list(free)
-    for ranks in of_host.values():
-        whole, total = sum(free[rank] for rank in ranks), sum(weights[rank] for rank in ranks)
-        for rank in ranks:
-            room[rank] = int(whole * weights[rank] / total) if total else whole
-    return tuple(room)
+def _device_elements(room: RankRoom, device_room_bytes: int, memory: StateMemory) -> int | None:
+    """How many of its own elements a rank keeps on its device; None: all of them."""
+    if not room.host_room or not memory.has_layers:
+        return None
+    return device_room_bytes * memory.model.parameters // max(1, memory.bytes)
 
 
-def _lacking_room(ownership: Ownership, division: _Division, state_bytes: int) -> list[str]:
+def _lacking_room(ownership: Ownership, room_bytes: Sequence[int], state_bytes: int) -> list[str]:
     """In words, which ranks would own more than they have room for; the same on all ranks."""
     lacking = []
-    for rank, room in enumerate(division.room_bytes):
+    for rank, room in enumerate(room_bytes):
         missing = ownership.owned_by(rank) / max(1, ownership.total) * state_bytes - room
         if missing > max(_ROUNDING, GRAIN / max(1, ownership.total)) * state_bytes:
             lacking.append(f"rank {rank} lacks {in_words(missing)}")
@@ -244,7 +207,7 @@ def _lacking_room(ownership: Ownership, division: _Division, state_bytes: int) -
 def _no_room(
     lacking: Sequence[str],
     ownership: Ownership,
-    state_bytes: int,
+    memory: StateMemory,
     names: Mapping[torch.nn.Parameter, str],
     optimizer: torch.optim.Optimizer,
     config: DistributedConfig,
@@ -252,14 +215,14 @@ def _no_room(
     cuts_tensors: bool,
 ) -> ConfigError:
     """The error for ranks that would own more than they have room for."""
-    what = "parameters, optimizer state" if config.shard_model == "all" else "optimizer state"
+    what = "parameters, optimizer state" if memory.has_layers else "optimizer state"
     reason = f"--own {config.own}: {', '.join(lacking)} for its part of {what} and gradient sums"
     remedy = "give weights by memory with --own, add a node with memory, which need not compute (--balance 3,1,0)"
     if not cuts_tensors:
         largest = max(names, key=torch.Tensor.numel)
         reason += (
             f"; {type(optimizer).__name__} updates whole tensors, and {names[largest]} alone takes"
-            f" {in_words(largest.numel() / max(1, ownership.total) * state_bytes)}"
+            f" {in_words(largest.numel() / max(1, ownership.total) * memory.bytes)}"
         )
         remedy = "take an optimizer that updates each element by itself, such as AdamW, give weights with --own"
     return ConfigError(f"{reason}: {remedy}, or raise --own-memory where it is set")
@@ -278,27 +241,35 @@ def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ..
     return (1.0,) * len(slots)
 
 
-def _chosen(
-    memory: ModelMemory,
-    rooms: Sequence[int],
-    limits: Sequence[int | None],
-    rows: Rows,
-    group: Group,
-) -> int:
-    """What `--shard-model auto` chooses, before any speed is known: replicas if they fit."""
+def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group) -> str:
+    """What `--shard-model auto` chooses, before any speed is known: replicas if they fit, `all` if nothing else does.
+
+    `memory`: of parameters that come and go, or of a model that has no layers.
+    """
     ranks = [
         RankMemory(
             f"rank {rank}",
             Cost(0.0, 1.0, batch=1),
-            room + memory.parameter_bytes,
+            one.capacity,
             _LINK_BYTES_PER_S,
-            most_owned_bytes=limit,
-            is_stable=bool(rows[rank, 3]),
+            most_owned_bytes=one.limit,
+            is_stable=one.is_stable,
         )
-        for rank, (room, limit) in enumerate(zip(rooms, limits))
+        for rank, one in enumerate(rooms)
     ]
-    # two micro-batches on each rank: so the planner keeps room for a whole gradient, as _fractions does afterwards
-    found = candidates(ranks, memory, total=2 * len(ranks), kinds=("none", "state"))
+    # two micro-batches on each rank: so the planner keeps room for a whole gradient, as `state_room` does afterwards
+    total = 2 * len(ranks)
+    found = candidates(ranks, memory.model, total, ("none", "state"))
+    if memory.has_layers:
+        with_host = [
+            replace(
+                rank,
+                host_bytes=one.host_room,
+                most_owned_bytes=None if one.limit is None else one.limit + one.host_room,
+            )
+            for rank, one in zip(ranks, rooms)
+        ]
+        found += candidates(with_host, memory.model, total, ("all",))
     # which one is faster is not known yet; where replicas fit, the loss of a rank costs one step at most
     layout = next((one for one in found if isinstance(one, Layout)), None) or choose(found)
     if group.rank == 0:
@@ -313,67 +284,7 @@ def _chosen(
             "--shard-model auto: %s, which leaves %s on the fullest rank; %s", layout.shard_model,
             in_words(min(layout.left_bytes)), others,
         )  # fmt: skip
-    return _REPLICAS if layout.shard_model == "none" else _OWNERS
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What a rank needs memory for: what has owners, and beside that what a step needs at once, in bytes."""
-
-    model: ModelMemory
-    moving_bytes: int
-    has_layers: bool  # the parameters have owners too
-
-    @property
-    def state_bytes(self) -> int:
-        return self.model.state_bytes
-
-    @property
-    def parameter_bytes(self) -> int:
-        return self.model.parameter_bytes
-
-    def leaving_bytes(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """The memory that a whole model leaves when it goes to its owners, 0 if it is not here."""
-        return self.model.parameter_bytes if self.has_layers and parameters[0].untyped_storage().size() else 0
-
-
-def _model_memory(
-    parameters: Sequence[torch.nn.Parameter], config: DistributedConfig, groups: Sequence[list[list[int]]] | None
-) -> _Memory:
-    """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay."""
-    itemsize = parameters[0].element_size()
-    wide = 2 if config.reduce_dtype is not None and itemsize < _WIDE else 1
-    model = ModelMemory(
-        sum(parameter.numel() for parameter in parameters),
-        compute_bytes_per_parameter=itemsize,
-        master_bytes_per_parameter=itemsize if groups is not None else 0,
-        optimizer_bytes_per_parameter=2 * itemsize,
-        gradient_bytes_per_parameter=itemsize,
-    )
-    if groups is None:
-        return _Memory(model, model.gradient_bytes, has_layers=False)
-    sizes = [sum(parameters[index].numel() for group in of_layer for index in group) for of_layer in groups]
-    root, largest = sizes[0], max(sizes[1:])
-    # two layers and the root are whole; gradients of two units travel, beside what an owner receives of them
-    whole, gradients = 2 * largest + root, 2 * max(largest, root) + 2 * max(largest, root)
-    return _Memory(model, (whole + wide * gradients) * itemsize, has_layers=True)
-
-
-def _room_bytes(device: torch.device) -> int:
-    """Memory that this process could still get on its device, or on its host, beside the model."""
-    if device.type == "cuda":
-        return device_memory.free_bytes(device)
-    return host_memory.available_bytes()
-
-
-def _rooms_and_limits(rows: Rows) -> tuple[list[int], list[int | None]]:
-    """The room of each rank, and what --own-memory says. Ranks of one host divide both among themselves."""
-    beside, on_host = Counter(rows[:, 4].tolist()), Counter(rows[rows[:, 6] == 0, 4].tolist())
-    rooms, limits = list[int](), list[int | None]()
-    for _, _, room, _, host, most, is_gpu in rows.tolist():
-        rooms.append(room if is_gpu else room // on_host[host])
-        limits.append(None if most < 0 else most // beside[host])
-    return rooms, limits
+    return layout.shard_model
 
 
 def _say_who_owns(reducer: OwnedUnits, slots: Sequence[int]) -> None:

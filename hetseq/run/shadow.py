@@ -81,7 +81,7 @@ class Shadow:
         self._saves = KnownSaves()
         self._due: PendingWork | None = None
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=_MOST_ROWS)
-        self._world_size, self._generation, self._has_owners = 1, 0, False
+        self._world_size, self._generation, self._has_owners, self._has_layers = 1, 0, False, False
         self._has_state = False
         self._begins: Lineage | None = None  # the state that the ranks last began with
         self._loading: tuple[int, set[int]] | None = (
@@ -110,6 +110,7 @@ class Shadow:
         owned = None
         if self._has_owners:
             owned = OwnedState.of_whole(optimizer, {one: name for name, one in self._parameters.items()})
+            owned.has_layers = self._has_layers
         return KeptState(
             optimizer, state, self._provenance, self._saves, CostMeter(), self._due, tuple(self._rows), owned
         )  # fmt: skip
@@ -137,7 +138,7 @@ class Shadow:
 
     def _answer(self, hello: Mapping[str, Any]) -> dict[str, Any]:
         """What a rank is told that has connected: which state this process has, and where it is."""
-        self._has_owners = bool(hello["has_owners"])
+        self._has_owners, self._has_layers = bool(hello["has_owners"]), bool(hello["has_layers"])
         if hello["trained"] != list(self._parameters):
             self._train(hello["trained"])
         self._pieces[int(hello["rank"])] = [Piece.from_record(record) for record in hello["pieces"]]

@@ -74,6 +74,7 @@ class ShadowFeed:
             self._changed.clear()
         hello = {
             "kind": "hello", "rank": self._rank, "has_owners": replica.owned is not None,
+            "has_layers": not replica.has_parameters,
             "trained": replica.trained_names, "pieces": [piece.to_record() for piece in self._pieces],
             "begins": [lineage.step, lineage.chain], "watches_task": watches_task,
         }  # fmt: skip

@@ -410,7 +410,7 @@ def test_an_optimizer_that_keeps_parameters_besides_its_groups_is_refused(tmp_pa
     text = "--balance 1,1 --max-update 4"
     for life in run(tmp_path, Hiding, text, "3,1"):
         assert isinstance(life.error, ConfigError)
-        assert str(life.error).startswith("--shard-model state: SGD keeps 0.weight in SGD.slow, besides its")
+        assert str(life.error).startswith("--shard-model: SGD keeps 0.weight in SGD.slow, besides its")
     assert [life.error for life in run(tmp_path, Hiding, text, None)] == [None] * 2  # the twin
 
 

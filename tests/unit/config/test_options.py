@@ -256,7 +256,10 @@ def test_owners_are_given_by_weights_by_their_number_or_by_memory() -> None:
 def test_the_memory_for_state_is_a_size_or_a_promise_to_stay(text: str, size: int | None, is_stable: bool) -> None:
     found = parse([*SHARDED, "--own-memory", text]).distributed
     assert (found.own_memory_bytes(), found.is_stable) == (size, is_stable)
+    both = parse(["--shard-model", "all", "--own-memory", f"{text},host:40G"]).distributed
+    assert (both.own_memory_bytes(), both.own_host_bytes(), both.is_stable) == (size, 40_000_000_000, is_stable)
     nothing = parse([*SHARDED]).distributed
+    assert nothing.own_host_bytes() is None
     assert (nothing.own_memory_bytes(), nothing.is_stable) == (None, False)
 
 
@@ -273,11 +276,15 @@ def test_the_memory_for_state_is_a_size_or_a_promise_to_stay(text: str, size: in
         ("--own -1,2", "--own -1,2: expected weights of 0 or more"),
         ("--own 1,nan", "--own 1,nan: expected weights of 0 or more"),
         ("--own 0,0", "--own 0,0: expected at least one weight above 0"),
-        ("--own-memory 24X", "--own-memory 24X: expected a size as in 24G or 500M, stable for a node that stays, or"
-         " both as in stable,24G"),
+        ("--own-memory 24X", "--own-memory 24X: expected a size as in 24G or 500M, of the GPUs and the host as in"
+         " gpu:8G,host:40G, stable for a node that stays, or both as in stable,24G"),
         ("--own-memory 1G,2G", "--own-memory 1G,2G: expected a size as in 24G"),
         ("--own-memory stable,stable", "--own-memory stable,stable: expected a size as in 24G"),
         ("--own-memory stabel", "--own-memory stabel: expected a size as in 24G"),
+        ("--own-memory host:1G,host:2G", "--own-memory host:1G,host:2G: expected a size as in 24G"),
+        ("--own-memory tape:1G", "--own-memory tape:1G: expected a size as in 24G"),
+        ("--own-memory gpu:8G,host:40G", "--own-memory gpu:8G,host:40G: only with --shard-model all does what a rank"
+         " owns lie apart from what it computes with, so that it may be in host memory; --shard-model is state"),
         ("--own 3,1 --own-memory 24G", "--own-memory 24G is for --own auto, but --own 3,1 divides the state already:"
          " leave one of them out"),
         ("--own equal --shard-model none", "--own equal divides the optimizer state, but --shard-model none keeps all"

@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 @pytest.mark.parametrize(("make", "told"), REFUSED.values(), ids=list(REFUSED))
 def test_what_ranks_cannot_divide_is_refused(make: Make, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"--shard-model state: .*{told}.*--shard-model none"):
+    with pytest.raises(ConfigError, match=f"--shard-model: .*{told}.*--shard-model none"):
         try_out(make())
 
 

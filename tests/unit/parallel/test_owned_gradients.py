@@ -13,6 +13,7 @@ from torch import nn
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import HetSeqError
 from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_units import Division
 
 SHAPES = [(3, 2), (4,), (), (0, 3), (5, 1), (7,)]
 
@@ -31,7 +32,7 @@ def loss_of(parameters: list[nn.Parameter], scale: float = 1.0) -> torch.Tensor:
 def owning(
     parameters: list[nn.Parameter], *, bucket_bytes: int = 40, dtype: torch.dtype | None = None
 ) -> Iterator[OwnedGradients]:
-    reducer = OwnedGradients(parameters, LocalGroup(), fractions=(1.0,), bucket_bytes=bucket_bytes, dtype=dtype)
+    reducer = OwnedGradients(parameters, LocalGroup(), Division((1.0,)), bucket_bytes=bucket_bytes, dtype=dtype)
     try:
         yield reducer
     finally:

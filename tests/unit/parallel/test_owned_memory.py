@@ -17,6 +17,7 @@ from hetseq.comm.slices import TaggedSlices, Transfer
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_parameters import OwnedParameters
+from hetseq.parallel.owned_units import Division
 
 ELEMENTS = (40, 100, 97, 90, 99, 81, 95, 100, 88)  # of the parameters, each of them a unit
 
@@ -66,7 +67,7 @@ class OneRank(LocalGroup):
 @pytest.mark.parametrize(("micro_batches", "most"), [(1, 2 * 100 + 2 * 40), (3, sum(ELEMENTS) * 5 // 4)])
 def test_gradients_take_the_room_of_the_units_that_travel(micro_batches: int, most: int) -> None:
     parameters = [torch.nn.Parameter(torch.ones(elements)) for elements in ELEMENTS]
-    reducer = OwnedGradients(parameters, OneRank(Counting), fractions=[1.0], bucket_bytes=400)
+    reducer = OwnedGradients(parameters, OneRank(Counting), Division((1.0,)), bucket_bytes=400)
     exchange = reducer.exchange
     assert isinstance(exchange, Counting)
     exchange.made_elements = 0  # of the parameters
@@ -113,7 +114,7 @@ class Slow(Counting):
 @pytest.mark.parametrize("computes", [True, False])
 def test_two_units_travel_at_a_time_and_waits_of_backward_are_pauses(computes: bool) -> None:
     parameters = [torch.nn.Parameter(torch.ones(elements)) for elements in ELEMENTS]
-    reducer = OwnedGradients(parameters, OneRank(Slow), fractions=[1.0], bucket_bytes=400)
+    reducer = OwnedGradients(parameters, OneRank(Slow), Division((1.0,)), bucket_bytes=400)
     exchange, pauses = reducer.exchange, list[None]()
     assert isinstance(exchange, Slow)
     reducer.gather([1])
@@ -154,7 +155,7 @@ def test_a_layer_that_goes_takes_its_copies_of_16_bits_along() -> None:
     seen: list[tuple[int, int]] = []
     with Copies((8, 8)) as copies:
         reducer = OwnedParameters(
-            model, layers, list(model.parameters()), LocalGroup(), fractions=[1.0], begins=True
+            model, layers, list(model.parameters()), LocalGroup(), Division((1.0,)), begins=True
         )  # fmt: skip
         for layer in layers.values():
             layer.register_forward_hook(lambda *_: seen.append(copies.counts()))
@@ -208,7 +209,7 @@ def test_layers_that_come_and_go_take_the_room_that_the_planner_counts(kind: typ
     model, unit = WithRoot(), 64
     layers = {f"layers.{number}": layer for number, layer in enumerate(model.layers)}
     parameters = list(model.parameters())
-    reducer = OwnedParameters(model, layers, parameters, OneRank(kind), fractions=[1.0], begins=True)
+    reducer = OwnedParameters(model, layers, parameters, OneRank(kind), Division((1.0,)), begins=True)
     exchange, whole = reducer.exchange, list[int]()
     assert isinstance(exchange, Counting)
     exchange.made_elements = sum(one.numel() for one in exchange._free)  # without what this rank owns

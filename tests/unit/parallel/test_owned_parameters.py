@@ -10,6 +10,7 @@ from torch import nn
 
 from hetseq.comm.group import LocalGroup
 from hetseq.parallel.owned_parameters import OwnedParameters
+from hetseq.parallel.owned_units import Division
 from hetseq.parallel.replica import model_tensors
 
 LAYERS = 3
@@ -24,7 +25,7 @@ def model() -> nn.Sequential:
 @pytest.fixture
 def reducer(model: nn.Sequential) -> Iterator[OwnedParameters]:
     layers = dict(model.named_children())
-    owned = OwnedParameters(model, layers, list(model.parameters()), LocalGroup(), fractions=(1.0,), begins=True)
+    owned = OwnedParameters(model, layers, list(model.parameters()), LocalGroup(), Division((1.0,)), begins=True)
     yield owned
     owned.close()
 

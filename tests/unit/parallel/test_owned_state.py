@@ -15,6 +15,7 @@ from hetseq.comm.group import LocalGroup
 from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
+from hetseq.parallel.owned_units import Division
 from tests.unit.parallel.test_optimizer_trial import ELEMENTWISE, Make
 
 
@@ -52,8 +53,7 @@ def owning(
     model: nn.Module, fractions: tuple[float, ...], rank: int = 0, *, cuts_tensors: bool = True
 ) -> Iterator[OwnedGradients]:
     reducer = OwnedGradients(
-        list(model.parameters()), OneOf(rank, len(fractions)), fractions=fractions, bucket_bytes=1 << 20,
-        cuts_tensors=cuts_tensors,
+        list(model.parameters()), OneOf(rank, len(fractions)), Division(fractions, cuts_tensors), bucket_bytes=1 << 20
     )  # fmt: skip
     try:
         yield reducer
@@ -227,7 +227,7 @@ def test_frozen_parameters_stay_in_their_groups_and_foreign_ones_are_refused() -
     optimizer = adamw([{"params": list(model.parameters())}, {"params": []}])
     names = {parameter: name for parameter, name in names_of(model).items() if parameter.requires_grad}
     owned = OwnedState(optimizer, names)
-    reducer = OwnedGradients(list(names), OneOf(0, 2), fractions=(1, 1), bucket_bytes=1 << 20)
+    reducer = OwnedGradients(list(names), OneOf(0, 2), Division((1, 1)), bucket_bytes=1 << 20)
     owned.adopt_(reducer, cut=0)
     members = optimizer.param_groups[0]["params"]
     assert [one for one in members if not one.requires_grad] == [model.bias]
@@ -249,7 +249,7 @@ def test_what_is_owned_follows_the_parameters_into_the_memory_of_a_new_generatio
     earlier = weakref.ref(model.first.untyped_storage())
     del first
     second = OwnedGradients(
-        list(names), OneOf(0, 2), fractions=(1, 1), bucket_bytes=1 << 20, moved=owned.follow_
+        list(names), OneOf(0, 2), Division((1, 1)), bucket_bytes=1 << 20, moved=owned.follow_
     )  # fmt: skip
     assert earlier() is None, "nothing keeps the memory of before"
     for (parameter, part), value in zip(pairs, values, strict=True):

@@ -13,6 +13,7 @@ from torch import nn
 from hetseq.comm.group import GlooGroup, Group, LocalGroup
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState
+from hetseq.parallel.owned_units import Division
 from tests.support.nightly import nightly
 from tests.support.ranks import run_ranks
 
@@ -86,9 +87,7 @@ def wander(group: Group, kind: str, cuts: list[Fractions], shares_memory: bool) 
     for number, fractions in enumerate(cuts):
         owned.earlier = owned.held()
         before = reducer
-        reducer = OwnedGradients(
-            list(model.parameters()), group, fractions=fractions, bucket_bytes=160, cuts_tensors=kind != "odd"
-        )
+        reducer = OwnedGradients(list(model.parameters()), group, Division(fractions, kind != "odd"), bucket_bytes=160)
         if before is None:
             owned.adopt_(reducer, cut=number)
             # from here on of each parameter only what this rank owns is right
@@ -218,13 +217,13 @@ def join(group: Group, cuts: list[Fractions]) -> list[int]:
     if group.rank == 2:
         optimizer = torch.optim.AdamW(list(model.parameters()), lr=0.1)
     owned = OwnedState(optimizer, {one: name for name, one in model.named_parameters()})
-    first = OwnedGradients(list(model.parameters()), group, fractions=(1.0, 1.0, 0.0), bucket_bytes=160)
+    first = OwnedGradients(list(model.parameters()), group, Division((1.0, 1.0, 0.0)), bucket_bytes=160)
     owned.adopt_(first, cut=0)
     first.close()
     received = []
     for number, fractions in enumerate(cuts):
         owned.earlier = owned.held()
-        reducer = OwnedGradients(list(model.parameters()), group, fractions=fractions, bucket_bytes=160)
+        reducer = OwnedGradients(list(model.parameters()), group, Division(fractions), bucket_bytes=160)
         received.append(owned.take_over_(reducer, group, cut=number)[group.rank])
         assert is_right(owned, right, whole)
         reducer.close()

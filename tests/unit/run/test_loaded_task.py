@@ -41,15 +41,24 @@ def test_a_model_is_not_compiled_of_which_no_rank_has_all() -> None:
         loaded("--compile", "--delayed-init", "--shard-model", "all")
 
 
-@pytest.mark.parametrize("shard_model", ["none", "all"])
+@pytest.mark.parametrize("shard_model", ["none", "all", "auto"])
 def test_parameters_have_their_numbers_or_no_memory(shard_model: str) -> None:
-    material = loaded("--delayed-init", "--shard-model", shard_model, "--precision", "fp64")
+    words = [] if shard_model == "none" else ["--shard-modules", "body"]
+    material = loaded("--delayed-init", "--shard-model", shard_model, *words, "--precision", "fp64")
     parameters = list(material.model.parameters())
     assert {parameter.dtype for parameter in parameters} == {torch.float64}
     assert {parameter.device.type for parameter in parameters} == {"cpu"}
     assert {parameter.untyped_storage().size() > 0 for parameter in parameters} == {shard_model == "none"}
     told = rank_fields(options.complete(options.parse(toy_words("TwoTerms"))), material)  # for the other ranks
-    assert ("body.weight: drawn later" in told["initial values"]) == (shard_model == "all")
+    assert ("body.weight: drawn later" in told["initial values"]) == (shard_model != "none")
+
+
+def test_auto_has_layers_where_the_model_has_some_and_is_not_compiled() -> None:
+    assert not loaded("--shard-model", "auto").layers
+    assert list(loaded("--shard-model", "auto", "--shard-modules", "body").layers) == ["body"]
+    assert not loaded("--shard-model", "state").layers
+    with pytest.raises(ConfigError, match="--shard-modules bodi fits no module"):
+        loaded("--shard-model", "auto", "--shard-modules", "bodi")
 
 
 def test_the_modules_that_are_named_run_again() -> None:

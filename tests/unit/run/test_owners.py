@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from hetseq.balance.memory_plan import USABLE, ModelMemory
 from hetseq.comm.group import LocalGroup, Rows
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.parallel.owned_gradients import OwnedGradients
+from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import refuse_shared_memory
-from hetseq.run import owners
+from hetseq.parallel.owned_units import that_stay
+from hetseq.run import owners, rank_room
+from hetseq.system import host_memory
 
 PARAMETERS = 1000
 STATE_BYTES = 12 * PARAMETERS  # of AdamW: two moments and the gradient
@@ -22,11 +26,18 @@ PLENTY = 1 << 30
 
 def owns_all(monkeypatch: pytest.MonkeyPatch, *, shard_model: str, own_memory: int, room: int = PLENTY) -> bool:
     """Whether the state of a rank alone has an owner; False if it is a replica. Raises ConfigError."""
-    monkeypatch.setattr(owners, "_room_bytes", lambda device: room)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: room)
     model = torch.nn.Linear(PARAMETERS, 1, bias=False)
     config = DistributedConfig(shard_model=shard_model, own_memory=f"{own_memory}")
     reducer, owned = owners.make_reducer(
-        model, torch.optim.AdamW(model.parameters()), LocalGroup(), config, slots=(0,), before=None, is_first=True
+        model,
+        torch.optim.AdamW(model.parameters()),
+        LocalGroup(),
+        config,
+        layers={},
+        slots=(0,),
+        before=None,
+        is_first=True,
     )
     try:
         assert (owned is None) == (not isinstance(reducer, OwnedGradients))
@@ -52,6 +63,60 @@ def test_own_memory_limits_the_state_of_replicas_too(monkeypatch: pytest.MonkeyP
         owns_all(monkeypatch, shard_model="auto", own_memory=STATE_BYTES - 1)
 
 
+def test_auto_takes_the_first_layout_that_every_rank_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models, in memory, two ranks of a host need, each: none 4, state 3.5, all about 2.4 with 24 equal layers."""
+    size = 24 * 4 * 16 * 16
+
+    def chosen(room: float, *, has_layers: bool = True) -> type[object]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(24)))
+        layers = dict(model.named_children()) if has_layers else {}
+        # beside the model, which is there already
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: int(2 * (room / USABLE - 1) * size))
+        reducer, owned = owners.make_reducer(
+            model, torch.optim.AdamW(model.parameters()), RankOf(), DistributedConfig(shard_model="auto"),
+            layers=layers, slots=(0, 1), before=None, is_first=True,
+        )  # fmt: skip
+        reducer.close()
+        assert (owned is not None and owned.has_layers) == isinstance(reducer, OwnedParameters)
+        return type(reducer)
+
+    assert chosen(4.2) not in (OwnedGradients, OwnedParameters)
+    assert chosen(3.7) is OwnedGradients
+    assert chosen(3) is OwnedParameters
+    for has_layers, told in ((True, "all: parameters, optimizer state"), (False, "state: rank 0 lacks")):
+        with pytest.raises(ConfigError, match=f"--shard-model {told}"):
+            chosen(2, has_layers=has_layers)
+
+
+def gpu_row(*, most: int = -1, on_host: int = -1) -> list[int]:
+    """A GPU of a host, with 100 bytes free and a model of 10; its host has 1000."""
+    return [-1, 0, 0, 7, 1, 100, 10, most, on_host, 1000]
+
+
+def test_what_a_gpu_owns_may_be_in_memory_of_its_host_where_parameters_come_and_go() -> None:
+    memory = [
+        rank_room.StateMemory(ModelMemory(10, compute_bytes_per_parameter=1), 0, has_layers=has_layers)
+        for has_layers in (False, True)
+    ]
+    plain, given, short = (
+        rank_room.room_of(gpu_row(**words), beside=4, beside_alike=2)
+        for words in ({}, {"most": 40, "on_host": 600}, {"most": 40, "on_host": 5000})
+    )
+    assert (plain.capacity, plain.limit, plain.host_room) == (110, None, 0)
+    assert (given.capacity, given.limit, given.host_room) == (110, 20, 300)
+    assert short.host_room == int(USABLE * 1000) // 2
+    for of, on_device in ((plain, int(USABLE * 110)), (given, 20)):
+        assert rank_room.device_room([of], memory[1]) == (on_device,)
+        assert rank_room.state_room([of], memory[1]) == (on_device + of.host_room,)
+        assert rank_room.state_room([of], memory[0]) == (min(on_device, int(USABLE * 100)),)
+
+
+def test_the_first_units_stay_on_the_device_and_later_ones_that_fit() -> None:
+    assert that_stay([3, 4, 2, 9, 1], None) == [True] * 5
+    assert that_stay([3, 4, 2, 9, 1], 6) == [True, False, True, False, True]
+    assert that_stay([3, 0], 0) == [False, True]
+
+
 class RankOf(LocalGroup):
     """Rank 0 of two alike, alone."""
 
@@ -66,14 +131,21 @@ def divide(own: str, make: Callable[..., torch.optim.Optimizer]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(PARAMETERS, 1, bias=False), torch.nn.Linear(1, PARAMETERS // 10))
     config = DistributedConfig(shard_model="state", own=own)
     reducer, _ = owners.make_reducer(
-        model, make(model.parameters()), RankOf(), config, slots=(0, 1), before=None, is_first=True
+        model,
+        make(model.parameters()),
+        RankOf(),
+        config,
+        layers={},
+        slots=(0, 1),
+        before=None,
+        is_first=True,
     )
     reducer.close()
 
 
 def room_for(monkeypatch: pytest.MonkeyPatch, state_bytes: float) -> None:
     """Of each of two ranks of a host, if they divide it into halves: usable memory, without a whole gradient."""
-    monkeypatch.setattr(owners, "_room_bytes", lambda device: int(2 * (state_bytes + 4 * 1200) / owners.USABLE) + 2)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: int(2 * (state_bytes + 4 * 1200) / USABLE) + 2)
 
 
 def test_weights_that_do_not_fit_are_refused_with_three_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +189,7 @@ def test_parameters_and_buffers_in_the_same_memory_are_refused() -> None:
 def test_what_has_owners_stays_when_a_task_freezes_some_of_it() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 1), torch.nn.Linear(1, 100))
     config = DistributedConfig(shard_model="state", own="equal")
-    optimizer, told = torch.optim.AdamW(model.parameters()), {"slots": (0, 1)}
+    optimizer, told = torch.optim.AdamW(model.parameters()), {"slots": (0, 1), "layers": {}}
     first, owned = owners.make_reducer(model, optimizer, RankOf(), config, before=None, is_first=True, **told)
     first.close()
     model[0].requires_grad_(False)

@@ -142,7 +142,8 @@ def hello(begins: int, now: int | None = None, *, watches_task: bool = False) ->
     """The greeting of a rank: the step whose state it began with, and the step whose state it has now."""
     at, now = [begins, 10 * begins], begins if now is None else now
     return {
-        "rank": 1, "has_owners": False, "trained": [], "pieces": [], "begins": at, "lineage": [now, 10 * now],
+        "rank": 1, "has_owners": False, "has_layers": False, "trained": [], "pieces": [], "begins": at,
+        "lineage": [now, 10 * now],
         "watches_task": watches_task,
     }  # fmt: skip
 

@@ -1,0 +1,152 @@
+"""What a model needs memory for, and what room each rank has for it.
+
+Responsible for measuring and for dividing what ranks of one host have in common. Decides nothing: `owners` does. All
+ranks get the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetseq.balance.memory_plan import USABLE, ModelMemory
+from hetseq.comm.group import Group
+from hetseq.config.sections import DistributedConfig
+from hetseq.parallel.delayed_init import is_absent
+from hetseq.system import device_memory, host_memory
+
+_WIDE = 8  # bytes of a number in double precision
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """What a rank needs memory for: what has owners, and beside that what a step needs at once, in bytes."""
+
+    model: ModelMemory
+    moving_bytes: int
+    has_layers: bool  # the parameters have owners too
+
+    @property
+    def bytes(self) -> int:
+        """Of what has owners."""
+        return self.model.owned_bytes("all" if self.has_layers else "state")
+
+
+def memory_of(
+    parameters: Sequence[torch.nn.Parameter], groups: Sequence[list[list[int]]] | None, *, is_wide: bool
+) -> StateMemory:
+    """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay.
+
+    `is_wide`: gradients are summed in double precision.
+    """
+    itemsize = parameters[0].element_size()
+    wide = 2 if is_wide and itemsize < _WIDE else 1
+    sizes = [sum(parameters[index].numel() for group in of_layer for index in group) for of_layer in groups or ()]
+    model = ModelMemory(
+        sum(parameter.numel() for parameter in parameters),
+        compute_bytes_per_parameter=itemsize,
+        optimizer_bytes_per_parameter=2 * itemsize,
+        gradient_bytes_per_parameter=itemsize,
+        layers=max(1, len(sizes) - 1),
+        root_parameters=sizes[0] if sizes else None,
+    )
+    if groups is None:
+        return StateMemory(model, model.gradient_bytes, has_layers=False)
+    root, largest = sizes[0], max(sizes[1:])
+    # two layers and the root are whole; gradients of two units travel, beside what an owner receives of them
+    whole, gradients = 2 * largest + root, 2 * max(largest, root) + 2 * max(largest, root)
+    return StateMemory(model, (whole + wide * gradients) * itemsize, has_layers=True)
+
+
+@dataclass(frozen=True)
+class RankRoom:
+    """What one rank says of itself."""
+
+    kind: int  # of an earlier generation, by its place in SHARD_MODELS; -1 if this rank has no state
+    fraction: float  # of an earlier generation
+    is_stable: bool
+    host: int  # one number for each host
+    is_on_gpu: bool
+    capacity: int  # bytes of its device for the model and its state
+    limit: int | None  # bytes of state that may be on its device; None: what is free
+    host_room: int  # bytes of state that may be in host memory, beside a GPU
+
+
+def rooms_of_ranks(
+    parameters: Sequence[torch.nn.Parameter], group: Group, config: DistributedConfig, *, kind: int, fraction: float
+) -> list[RankRoom]:
+    """The room of each rank, by rank; ranks of one host divide what that has. Collective.
+
+    `kind` and `fraction` as in `RankRoom`.
+    """
+    device, on_host = parameters[0].device, config.own_host_bytes()
+    is_on_gpu = device.type == "cuda"
+    most = config.own_memory_bytes() if is_on_gpu or on_host is None else on_host
+    free = device_memory.free_bytes(device) if is_on_gpu else host_memory.available_bytes()
+    here = 0 if any(map(is_absent, parameters)) else sum(one.nbytes for one in parameters)
+    host = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
+    numbers = [
+        kind, int(np.float64(fraction).view(np.int64)), config.is_stable, host, is_on_gpu, free, here,
+        _NONE if most is None else most, _NONE if on_host is None else on_host, host_memory.available_bytes(),
+    ]  # fmt: skip
+    rows = group.all_gather_rows(np.array(numbers, np.int64)).tolist()
+    beside = Counter(row[3] for row in rows)
+    beside_alike = Counter((row[3], row[4]) for row in rows)
+    return [room_of(row, beside=beside[row[3]], beside_alike=beside_alike[row[3], row[4]]) for row in rows]
+
+
+def room_of(row: Sequence[int], *, beside: int, beside_alike: int) -> RankRoom:
+    """What a row of `rooms_of_ranks` says.
+
+    `beside`: ranks of its host; `beside_alike`: those of them that are on GPUs, or those that are not.
+    """
+    kind, fraction, is_stable, host, is_on_gpu, free, here, most, on_host, host_free = row
+    has_places = on_host != _NONE  # --own-memory names GPUs and the host
+    host_room = 0
+    if has_places and is_on_gpu:
+        host_room = min(on_host, int(USABLE * host_free)) // beside_alike
+    return RankRoom(
+        kind, float(np.int64(fraction).view(np.float64)), bool(is_stable), host, bool(is_on_gpu),
+        (free if is_on_gpu else free // beside_alike) + here,
+        None if most == _NONE else most // (beside_alike if has_places else beside), host_room,
+    )  # fmt: skip
+
+
+def device_room(rooms: Sequence[RankRoom], memory: StateMemory) -> tuple[int, ...]:
+    """Bytes that each rank has on its device for what it may own."""
+    beside = 0 if memory.has_layers else memory.model.parameter_bytes
+    found = []
+    for one in rooms:
+        room = one.capacity - beside
+        usable = max(0, int(USABLE * room) - memory.moving_bytes)
+        found.append(min(usable, room if one.limit is None else one.limit))
+    return tuple(found)
+
+
+def state_room(rooms: Sequence[RankRoom], memory: StateMemory) -> tuple[int, ...]:
+    """Bytes that each rank has for what it may own; where parameters come and go, in host memory too."""
+    on_device = device_room(rooms, memory)
+    if not memory.has_layers:
+        return on_device
+    return tuple(map(operator.add, on_device, (one.host_room for one in rooms)))
+
+
+def room_by_weight(rooms: Sequence[RankRoom], room: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+    """The room of each rank where ranks on the CPU of one host divide theirs by their weights."""
+    of_host: dict[int, list[int]] = {}
+    for rank, one in enumerate(rooms):
+        of_host.setdefault(-1 - rank if one.is_on_gpu else one.host, []).append(rank)
+    divided = list(room)
+    for ranks in of_host.values():
+        whole, total = sum(room[rank] for rank in ranks), sum(weights[rank] for rank in ranks)
+        for rank in ranks:
+            divided[rank] = int(whole * weights[rank] / total) if total else whole
+    return tuple(divided)
