@@ -340,7 +340,7 @@ def ownership_of(parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[i
 def that_stay(elements: Sequence[int], most: int | None) -> list[bool]:
     """For each unit whether the own elements of it are on the device, which has room for `most`; None: for all. Pure.
 
-    The first ones stay, and of later ones those that fit what is left.
+    The first ones stay, and each later one that still fits.
     """
     stay = []
     left = sum(elements) if most is None else most

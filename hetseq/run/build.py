@@ -223,10 +223,9 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
     optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
     before = OwnersOfBefore(job.carried.owned) if job.carried is not None else None
     reducer, owned = make_reducer(
-        model, optimizer, job.group, config.distributed, layers=job.material.layers, slots=job.slots_of_ranks,
-        before=before, is_first=job.is_first, fill=job.material.fill,
+        job.material, optimizer, job.group, config.distributed, slots=job.slots_of_ranks, before=before,
+        is_first=job.is_first,
     )  # fmt: skip
-    job.material.fill = None  # in a later generation the owners have the numbers
     undo.callback(reducer.close)
     return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned)
 

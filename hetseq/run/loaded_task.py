@@ -137,8 +137,8 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             "--compile runs the whole model before the first step, which no device has with --shard-model all on a GPU"
             " or with --delayed-init: leave one of them out"
         )
-    if config.distributed.shard_model == "all" and device.type == "cpu":
-        return_large_memory()
+    if config.distributed.shard_model in ("all", "auto") and device.type == "cpu":
+        return_large_memory()  # before the model is built: gaps that it leaves would stay
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     whereabouts.enter(Phase.LOADING_DATA)

@@ -23,10 +23,11 @@ from hetseq.errors import ConfigError
 from hetseq.parallel.delayed_init import make_present_
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
-from hetseq.parallel.owned_parameters import Fill, OwnedParameters, groups_of
+from hetseq.parallel.owned_parameters import OwnedParameters, groups_of
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import Division, OwnedUnits, ownership_of
 from hetseq.parallel.replica import trained_parameters
+from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.rank_room import (
     RankRoom,
     StateMemory,
@@ -37,6 +38,7 @@ from hetseq.run.rank_room import (
     state_room,
 )
 from hetseq.system import device_memory
+from hetseq.system.processes import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -59,23 +61,23 @@ class OwnersOfBefore:
 
 
 def make_reducer(
-    model: torch.nn.Module,
+    material: LoadedTask,
     optimizer: torch.optim.Optimizer,
     group: Group,
     config: DistributedConfig,
     *,
-    layers: Mapping[str, torch.nn.Module],
     slots: Sequence[int],
     before: OwnersOfBefore | None,
     is_first: bool,
-    fill: Fill | None = None,
 ) -> tuple[GradientSync, OwnedState | None]:
     """The sums of gradients of a generation, and what this rank owns; None: all of the state. Collective.
 
     `before` is None on a rank that has no state yet. In a later generation the parts have yet to move
-    (`Replica.take_over_parts`). `layers` may come and go. `fill` draws parameters that have no memory yet. Raises
-    ConfigError if the ranks have no room for the state.
+    (`Replica.take_over_parts`). Parameters of `material` have memory afterwards, or owners. Raises ConfigError if the
+    ranks have no room for the state.
     """
+    model, layers, fill = material.model, material.layers, material.fill
+    material.fill = None  # in a later generation the owners have the numbers
     earlier = None if before is None else before.owned
     # what has owners does not change when a task freezes some of it
     names = earlier.names if earlier else {parameter: name for name, parameter in trained_parameters(model)}
@@ -90,6 +92,8 @@ def make_reducer(
         number = max(one.kind for one in rooms)  # a rank that joins brings none
         everything = memory_of(parameters, groups, is_wide=is_wide)
         kind = SHARD_MODELS[number] if number >= 0 else _chosen(rooms, everything, group)
+        if kind != "all" and parameters[0].device.type == "cpu":
+            keep_freed_memory()  # loading made way for parameters that come and go
     if kind != "all" and fill is not None:
         make_present_(parameters)
         fill(parameters)

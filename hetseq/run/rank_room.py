@@ -76,7 +76,7 @@ class RankRoom:
     host: int  # one number for each host
     is_on_gpu: bool
     capacity: int  # bytes of its device for the model and its state
-    limit: int | None  # bytes of state that may be on its device; None: what is free
+    limit: int | None  # bytes of state that may be on its device; None: no limit
     host_room: int  # bytes of state that may be in host memory, beside a GPU
 
 
@@ -106,7 +106,7 @@ def rooms_of_ranks(
 def room_of(row: Sequence[int], *, beside: int, beside_alike: int) -> RankRoom:
     """What a row of `rooms_of_ranks` says.
 
-    `beside`: ranks of its host; `beside_alike`: those of them that are on GPUs, or those that are not.
+    `beside`: the ranks of its host; `beside_alike`: as many of them as are on GPUs, as it is, or on the CPU.
     """
     kind, fraction, is_stable, host, is_on_gpu, free, here, most, on_host, host_free = row
     has_places = on_host != _NONE  # --own-memory names GPUs and the host

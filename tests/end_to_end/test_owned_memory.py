@@ -6,6 +6,7 @@ The small node lives in a memory cgroup (version 1), in which the kernel kills w
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def test_a_model_three_times_as_large_as_the_memory_of_a_node_trains_where_anoth
     small.limit(LIMIT_BYTES)
     words = [str(word).replace(":Large", ":Huge") for word in WORDS]
     words += ["--distributed-init-method", directory(nodes.folder).url, "--distributed-world-size", "2"]
-    words += ["--shard-model", "all", "--own", "5,1", "--delayed-init", "--save-dir", "run", "--max-restarts", "0"]
+    words += ["--shard-model", "auto", "--own", "5,1", "--delayed-init", "--save-dir", "run", "--max-restarts", "0"]
     nodes.start(*words, "--distributed-rank", 0)
     # from its first instruction: its launcher counts too
     enter = ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh")
@@ -147,6 +148,7 @@ def test_a_model_three_times_as_large_as_the_memory_of_a_node_trains_where_anoth
     assert [one.code, other.code] == [EXIT_DONE, EXIT_DONE], story
     assert small.kills() == before, story
     assert f"{HUGE:,} parameters" in one.err, story
+    assert re.search("--shard-model auto: all, which leaves .*; none does not fit: .*; state does not fit: ", one.err)
     rows = read_rows(nodes.folder / "node0" / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["shares"] == [2, 2] for row in rows)

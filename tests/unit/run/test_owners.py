@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,21 +26,19 @@ STATE_BYTES = 12 * PARAMETERS  # of AdamW: two moments and the gradient
 PLENTY = 1 << 30
 
 
+def material_of(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module] | None = None) -> Any:
+    return SimpleNamespace(model=model, layers=layers or {}, fill=None)
+
+
 def owns_all(monkeypatch: pytest.MonkeyPatch, *, shard_model: str, own_memory: int, room: int = PLENTY) -> bool:
     """Whether the state of a rank alone has an owner; False if it is a replica. Raises ConfigError."""
     monkeypatch.setattr(host_memory, "available_bytes", lambda: room)
     model = torch.nn.Linear(PARAMETERS, 1, bias=False)
     config = DistributedConfig(shard_model=shard_model, own_memory=f"{own_memory}")
     reducer, owned = owners.make_reducer(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        LocalGroup(),
-        config,
-        layers={},
-        slots=(0,),
-        before=None,
+        material_of(model), torch.optim.AdamW(model.parameters()), LocalGroup(), config, slots=(0,), before=None,
         is_first=True,
-    )
+    )  # fmt: skip
     try:
         assert (owned is None) == (not isinstance(reducer, OwnedGradients))
         return owned is not None
@@ -70,14 +70,22 @@ def test_auto_takes_the_first_layout_that_every_rank_has_room_for(monkeypatch: p
     def chosen(room: float, *, has_layers: bool = True) -> type[object]:
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(24)))
         layers = dict(model.named_children()) if has_layers else {}
+        config = DistributedConfig(shard_model="auto")
         # beside the model, which is there already
         monkeypatch.setattr(host_memory, "available_bytes", lambda: int(2 * (room / USABLE - 1) * size))
         reducer, owned = owners.make_reducer(
-            model, torch.optim.AdamW(model.parameters()), RankOf(), DistributedConfig(shard_model="auto"),
-            layers=layers, slots=(0, 1), before=None, is_first=True,
+            material_of(model, layers), torch.optim.AdamW(model.parameters()), RankOf(), config, slots=(0, 1),
+            before=None, is_first=True,
         )  # fmt: skip
         reducer.close()
         assert (owned is not None and owned.has_layers) == isinstance(reducer, OwnedParameters)
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: PLENTY)
+        later, _ = owners.make_reducer(
+            material_of(model, layers), torch.optim.AdamW(model.parameters()), RankOf(), config, slots=(0, 1),
+            before=owners.OwnersOfBefore(owned), is_first=False,
+        )  # fmt: skip
+        later.close()
+        assert type(later) is type(reducer)  # as long as the run lasts
         return type(reducer)
 
     assert chosen(4.2) not in (OwnedGradients, OwnedParameters)
@@ -131,15 +139,9 @@ def divide(own: str, make: Callable[..., torch.optim.Optimizer]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(PARAMETERS, 1, bias=False), torch.nn.Linear(1, PARAMETERS // 10))
     config = DistributedConfig(shard_model="state", own=own)
     reducer, _ = owners.make_reducer(
-        model,
-        make(model.parameters()),
-        RankOf(),
-        config,
-        layers={},
-        slots=(0, 1),
-        before=None,
+        material_of(model), make(model.parameters()), RankOf(), config, slots=(0, 1), before=None,
         is_first=True,
-    )
+    )  # fmt: skip
     reducer.close()
 
 
@@ -189,12 +191,16 @@ def test_parameters_and_buffers_in_the_same_memory_are_refused() -> None:
 def test_what_has_owners_stays_when_a_task_freezes_some_of_it() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 1), torch.nn.Linear(1, 100))
     config = DistributedConfig(shard_model="state", own="equal")
-    optimizer, told = torch.optim.AdamW(model.parameters()), {"slots": (0, 1), "layers": {}}
-    first, owned = owners.make_reducer(model, optimizer, RankOf(), config, before=None, is_first=True, **told)
+    material, optimizer, told = material_of(model), torch.optim.AdamW(model.parameters()), {"slots": (0, 1)}
+    first, owned = owners.make_reducer(
+        material_of(model), optimizer, RankOf(), config, before=None, is_first=True, **told
+    )
     first.close()
     model[0].requires_grad_(False)
     before = owners.OwnersOfBefore(owned)
-    second, _ = owners.make_reducer(model, optimizer, RankOf(), config, before=before, is_first=False, **told)
+    second, _ = owners.make_reducer(
+        material_of(model), optimizer, RankOf(), config, before=before, is_first=False, **told
+    )
     assert second.used.shape == first.used.shape == (4,)
     assert [one.requires_grad for one in model.parameters()] == [False, False, True, True]
     for is_trained in (False, True):
