@@ -192,15 +192,11 @@ def test_what_has_owners_stays_when_a_task_freezes_some_of_it() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 1), torch.nn.Linear(1, 100))
     config = DistributedConfig(shard_model="state", own="equal")
     material, optimizer, told = material_of(model), torch.optim.AdamW(model.parameters()), {"slots": (0, 1)}
-    first, owned = owners.make_reducer(
-        material_of(model), optimizer, RankOf(), config, before=None, is_first=True, **told
-    )
+    first, owned = owners.make_reducer(material, optimizer, RankOf(), config, before=None, is_first=True, **told)
     first.close()
     model[0].requires_grad_(False)
     before = owners.OwnersOfBefore(owned)
-    second, _ = owners.make_reducer(
-        material_of(model), optimizer, RankOf(), config, before=before, is_first=False, **told
-    )
+    second, _ = owners.make_reducer(material, optimizer, RankOf(), config, before=before, is_first=False, **told)
     assert second.used.shape == first.used.shape == (4,)
     assert [one.requires_grad for one in model.parameters()] == [False, False, True, True]
     for is_trained in (False, True):
