@@ -67,6 +67,7 @@ SECTIONS = (
     Section("compiled", 150, "--compile: the losses of an eager run, and what compiling takes", CORE),
     Section("lora", 300, "LoRA on a Llama of 1 B weights, with a rank on the CPU", (*CORE, "transformers", "peft")),
     Section("shard", 300, "two ranks on one card own 3/4 and 1/4 of the state of BERT-large", (*CORE, "h5py")),
+    Section("layers", 200, "parameters that come and go: losses of several layouts, and memory", CORE),
     Section("offload", 180, "activations leave for host memory, and come back ahead of backward", CORE),
     Section("nccl", 20, "what torch's NCCL does here; HetSeq does not use it yet"),
     Section(

@@ -165,7 +165,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         kept = {id(one) for one in later}
         drawn.fill([one for one in model.parameters() if id(one) not in kept], device)
         make_absent_(later, device)
-        fill = drawn.fill
+        fill = drawn.fill if later else None
     elif later and _is_beside_host(device):
         fill = HostNumbers(later, device, precision.storage).fill
     move_(model, device, precision.storage)
