@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hetseq.balance.chains import chained_owner
 from hetseq.balance.shares import NEGLIGIBLE_GAIN, Cost, balance_shares, step_seconds
 from hetseq.errors import ConfigError
 
@@ -356,9 +357,14 @@ def _phases(
     # by rank: the part that it lacks and computes with, a(1-f), and the part that it gives to others, f(C-a)
     parts = [((share > 0) * (1 - own), own * (computing - (share > 0))) for share, own in zip(shares, fractions)]
 
+    relays = _relays(shares, fractions)
+
     def flows(gathered: int, summed: int) -> list[tuple[float, float]]:
         c, g = gathered * model.compute_bytes_per_parameter, summed * model.gradient_bytes_per_parameter
-        return [(given * c + lacked * g, lacked * c + given * g) for lacked, given in parts]
+        return [
+            (given * c + lacked * g + on_c * c, lacked * c + given * g + on_g * g)
+            for (lacked, given), (on_c, on_g) in zip(parts, relays)
+        ]
 
     if kind == "state":  # forward waits for all parameters; the last backward hides gradients
         return [(0.0, flows(model.parameters, 0)), (backward / rounds, flows(0, model.parameters))]
@@ -372,6 +378,21 @@ def _phases(
         (0.0, flows(0, first)),
     ]
     return [(part, [(rounds * sent, rounds * received) for sent, received in by_rank]) for part, by_rank in once]
+
+
+def _relays(shares: Sequence[int], fractions: Sequence[float]) -> list[tuple[float, float]]:
+    """What a chain (`balance.chains`) changes for each rank: the part of the model that it sends more when parameters
+    come, and that it receives more when gradients go."""
+    computing = [rank for rank, share in enumerate(shares) if share]
+    changes = [(0.0, 0.0)] * len(shares)
+    owner = chained_owner(list(itertools.accumulate(fractions, initial=0.0)), computing)
+    if owner is None:
+        return changes
+    part, others = fractions[owner], [rank for rank in computing if rank != owner]
+    for place, rank in enumerate(others):  # the last one passes no parameters on, and the first one gets no sum
+        changes[rank] = (part * (place + 1 < len(others)), part * (place > 0))
+    changes[owner] = (-part * (len(others) - 1),) * 2
+    return changes
 
 
 # words

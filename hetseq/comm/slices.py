@@ -4,8 +4,8 @@ Responsible for two transfers of one memory that is cut in rank order: the sum o
 owner's slice goes to the ranks that need the whole. Knows neither parameters nor gradients.
 
 The one idea: slices differ in size and some ranks take no part, which no collective of gloo allows without padding; so
-slices go from rank to rank, each of them once. Every rank names the same transfers in the same order, and a message is
-matched by the number of its transfer.
+slices go from rank to rank, each of them once, or along a chain of ranks (`balance.chains`). Every rank names the same
+transfers in the same order, and a message is matched by the number of its transfer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from hetseq.balance.chains import Link, link_of_gather, link_of_sum
+from hetseq.comm.chains import Chain
 from hetseq.comm.peer_errors import PeerErrors
 from hetseq.comm.right_of_way import RightOfWay
 from hetseq.comm.serial_thread import SerialThread
@@ -59,7 +61,8 @@ class SliceExchange(Protocol):
     def sum_to_owners(
         self, flat: torch.Tensor | None, total: torch.Tensor, *, bounds: Sequence[int], givers: Sequence[int]
     ) -> Transfer:
-        """Begin to write to `total`, (own elements,), the sum of the own slice over the ranks `givers`, in rank order.
+        """Begin to write to `total`, (own elements,), the sum of the own slice over the ranks `givers`, added in rank
+        order or in the order of a chain.
 
         `flat`, (elements or more,), is the memory of a giver, None on other ranks; it must not change before the
         transfer is over. Raises PeerLostError.
@@ -136,8 +139,13 @@ class TaggedSlices:
     ) -> Transfer:
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         outgoing = self._outgoing(flat, bounds) if flat is not None else {}
+        link = link_of_sum(bounds, givers, self._rank)
+        passed = None if link is None or flat is None else flat[bounds[link.owner] : bounds[link.owner + 1]]
+        if link is not None:
+            outgoing.pop(link.owner, None)
+        is_end = link is not None and link.owner == self._rank
         elements = total.numel()
-        sources = [giver for giver in givers if giver != self._rank and elements]
+        sources = [giver for giver in givers if giver != self._rank and elements and not is_end]
         # slices differ in size: rounded up, the memory of one serves the next one
         memory = [self.memory(_rounded_up(elements), total.dtype, total.device) for _ in sources[:_AT_ONCE]]
 
@@ -147,11 +155,12 @@ class TaggedSlices:
 
             arriving = {source: begin(source, into) for source, into in zip(sources, memory)}
             later = deque(sources[_AT_ONCE:])
+            pass_on = None if link is None else self._chain(link, tag).sum(passed, total if is_end else None)
 
             def add_up() -> None:
                 if elements and not givers:
                     total.zero_()
-                for number, giver in enumerate(givers if elements else ()):
+                for number, giver in enumerate(givers if elements and not is_end else ()):
                     if giver == self._rank:
                         assert flat is not None, "this rank gives"
                         term = into = flat[own].to(total.device)  # what a GPU rank owns may be in host memory
@@ -163,6 +172,8 @@ class TaggedSlices:
                     if giver != self._rank and later:
                         source = later.popleft()
                         arriving[source] = begin(source, into)
+                if pass_on is not None:
+                    pass_on()
 
             return add_up
 
@@ -170,6 +181,8 @@ class TaggedSlices:
             self._free += memory
 
         self.received_bytes += len(sources) * total.nbytes
+        if link is not None:
+            self._count_passed(link, total if passed is None else passed)
         return self._begin("gradients", outgoing, post, give_back)
 
     def gather(
@@ -183,7 +196,15 @@ class TaggedSlices:
         own = own_slice(flat, bounds, self._rank, own, takers)
         outgoing = {taker: own for taker in takers if taker != self._rank and own.numel()}
         incoming = self._outgoing(flat, bounds) if flat is not None and self._rank in takers else {}
-        return self._exchange("parameters", outgoing, incoming)
+        link = link_of_gather(bounds, takers, self._rank)
+        if link is None:
+            return self._exchange("parameters", outgoing, incoming)
+        if link.owner == self._rank:
+            outgoing, passed = {}, own
+        else:
+            passed = incoming.pop(link.owner)
+        self._count_passed(link, passed)
+        return self._exchange("parameters", outgoing, incoming, lambda tag: self._chain(link, tag).spread(passed))
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Transfer:
         return self._exchange("the state", dict(outgoing), dict(incoming))
@@ -197,9 +218,35 @@ class TaggedSlices:
         turn = ((self._rank + step) % self._world_size for step in range(1, self._world_size))
         return {owner: flat[bounds[owner] : bounds[owner + 1]] for owner in turn if bounds[owner] < bounds[owner + 1]}
 
-    def _exchange(self, what: str, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> Transfer:
+    def _exchange(
+        self,
+        what: str,
+        outgoing: dict[int, torch.Tensor],
+        incoming: dict[int, torch.Tensor],
+        beside: Callable[[int], Callable[[], None]] | None = None,
+    ) -> Transfer:
+        """Send and receive slices; `beside` begins what else belongs to the transfer, and its result takes part."""
         self.received_bytes += sum(piece.nbytes for piece in incoming.values())
-        return self._begin(what, outgoing, lambda tag: self._receive(incoming, tag))
+
+        def post(tag: int) -> Callable[[], None]:
+            received, pass_on = self._receive(incoming, tag), None if beside is None else beside(tag)
+
+            def finish() -> None:
+                received()
+                if pass_on is not None:
+                    pass_on()
+
+            return finish
+
+        return self._begin(what, outgoing, post)
+
+    def _chain(self, link: Link, tag: int) -> Chain:
+        # with tags of its own: beside its slice for a rank, a rank may pass another one on to it
+        return Chain(self._gloo(), link, _TAGS + tag, lambda work: self._await([work]))
+
+    def _count_passed(self, link: Link, passed: torch.Tensor) -> None:
+        self.received_bytes += passed.nbytes * (link.before is not None)
+        self.sent_bytes += passed.nbytes * (link.after is not None)
 
     def _begin(
         self,

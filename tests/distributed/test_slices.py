@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetseq.balance import chains
+from hetseq.balance.chains import Link, chained_owner, link_of_gather, link_of_sum
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.comm.slices import SliceExchange, TaggedSlices
 from hetseq.errors import PeerLostError
@@ -95,6 +97,63 @@ def test_sums_reach_their_owners_and_slices_those_that_compute(kind: str) -> Non
         assert (facts["sent"], facts["received"]) == (sent, received)
 
 
+#: the rank that owns most of a memory; the ranks that compute
+CHAINS = [(0, (0, 1, 2, 3)), (3, (0, 1, 2, 3)), (2, (0, 1, 3)), (4, (0, 1, 2, 3)), (1, (0, 2, 3, 4))]
+_LARGE = 600_001  # elements: three pieces
+
+
+def pass_on(group: Group, rounds: int) -> dict[str, Any]:
+    """A rank's life: sums to one owner of nearly everything and back, all begun together, several times over."""
+    exchange, facts = exchange_of(group, "tagged"), {"right": True, "sent": 0, "received": 0}
+    for _ in range(rounds):
+        pending: list[Any] = []
+        for number, (owner, active) in enumerate(CHAINS):
+            bounds = [7 * rank + _LARGE * (rank > owner) for rank in range(group.world_size + 1)]
+            wanted = torch.zeros(bounds[-1])
+            for rank in (*(rank for rank in active if rank != owner), *(rank for rank in active if rank == owner)):
+                wanted += gradients(rank, number, bounds[-1])
+            lo, hi = bounds[group.rank], bounds[group.rank + 1]
+            flat = gradients(group.rank, number, bounds[-1]) if group.rank in active else None
+            total, whole = torch.full((hi - lo,), torch.nan), torch.full((bounds[-1],), torch.nan)
+            sum_ = exchange.sum_to_owners(flat, total, bounds=bounds, givers=active)
+            pending.append((sum_, total, wanted, bounds, active, owner, flat, whole))
+        for sum_, total, wanted, bounds, active, owner, _, whole in pending:
+            sum_.wait()
+            lo, hi = bounds[group.rank], bounds[group.rank + 1]
+            near = torch.allclose(total, wanted[lo:hi], rtol=0, atol=1e-5)  # others add small slices in rank order
+            facts["right"] &= torch.equal(total, wanted[lo:hi]) if group.rank == owner else near
+            gathered = exchange.gather(
+                whole if group.rank in active else None, bounds=bounds, takers=active, own=wanted[lo:hi].clone()
+            )
+            gathered.wait()
+            facts["right"] &= group.rank not in active or torch.equal(whole, wanted)
+    exchange.close()
+    return {**facts, "sent": exchange.sent_bytes // rounds, "received": exchange.received_bytes // rounds}
+
+
+def test_a_large_slice_takes_a_chain_and_no_link_carries_it_twice() -> None:
+    ranks = run_ranks(pass_on, 5, 3, timeout_s=40)
+    assert all(facts["right"] for facts in ranks)
+    for rank, facts in enumerate(ranks):
+        for way, ends in (("sent", lambda order: order[:-1]), ("received", lambda order: order[1:])):
+            large = 0
+            for owner, active in CHAINS:
+                others = [one for one in active if one != owner]
+                large += (rank in ends([*others, owner])) + (rank in ends([owner, *others]))
+            assert abs(facts[way] - 4 * _LARGE * large) < 4 * 7 * 100  # beside slices of 7 elements
+
+
+def test_a_chain_is_for_more_than_half_and_more_than_two_others() -> None:
+    assert chained_owner((0, 4, 8, 8, 8), (0, 1, 2, 3)) is None
+    assert chained_owner((0, 5, 8, 8, 8), (0, 1, 2, 3)) == 0
+    assert chained_owner((0, 5, 8, 8, 8), (0, 1, 2)) is None
+    assert chained_owner((0, 5, 8, 8, 8), (1, 2, 3)) == 0
+    assert link_of_sum((0, 1, 8, 8, 8), (0, 1, 2, 3), 2) == Link(owner=1, before=0, after=3)
+    assert link_of_gather((0, 1, 8, 8, 8), (0, 2, 3), 1) == Link(owner=1, before=None, after=0)
+    assert link_of_gather((0, 1, 8, 8, 8), (0, 2, 3), 3) == Link(owner=1, before=2, after=None)
+    assert link_of_sum((0, 1, 8, 8, 8, 8), (0, 1, 2, 3), 4) is None  # it gives nothing and owns nothing
+
+
 def wait_in_another_order(group: Group, kind: str) -> bool:
     """One rank waits for the first of two transfers, the other one for the second; each takes part in both."""
     exchange, bounds = exchange_of(group, kind), (0, 4, 8)
@@ -139,6 +198,7 @@ def test_a_rank_that_dies_is_a_lost_peer(kind: str) -> None:
 
 def sum_sizes(group: Group, sizes: list[int]) -> int:
     """The pieces of memory for what an owner receives, after sums of several sizes one after the other."""
+    chains.FEWEST = 99
     exchange = exchange_of(group, "tagged")
     assert isinstance(exchange, TaggedSlices)
     everyone = tuple(range(group.world_size))

@@ -177,6 +177,19 @@ def test_bytes_of_a_round_by_hand_for_two_ranks_and_a_memory_server() -> None:
     assert found.left_bytes[2] == int(0.92 * 64 * GB) - 16 * 125_000_000 - 6 * TENTH
 
 
+def test_the_link_of_a_memory_server_carries_a_model_once_each_way_by_a_chain() -> None:
+    ranks = [*(rank(24, 4) for _ in range(4)), rank(64, 0, is_stable=True)]
+    (found,) = candidates(ranks, BILLION, total=4, kinds=("state",))
+    assert isinstance(found, Layout)
+    assert (found.shares, found.fractions) == ((1, 1, 1, 1, 0), (0, 0, 0, 0, 1))
+    # with c = g = 4: the server 4 P each way; the first passes parameters on, the last a sum, the others both
+    assert found.sent_bytes == tuple(places * 4 * BILLION.parameters for places in (2, 2, 2, 1, 1))
+    assert found.received_bytes == tuple(places * 4 * BILLION.parameters for places in (1, 2, 2, 2, 1))
+    (direct,) = candidates([*ranks[:2], ranks[4]], BILLION, total=2, kinds=("state",))
+    assert isinstance(direct, Layout)
+    assert direct.sent_bytes == tuple(places * 4 * BILLION.parameters for places in (1, 1, 2))
+
+
 def test_a_single_layer_stays_between_forward_and_backward() -> None:
     found = all_of(rank(24, 4), rank(24, 0, is_stable=True), model=replace(FIVE, layers=1), total=1)
     assert found.received_bytes[0] == found.sent_bytes[0] == 5 * TENTH  # nothing comes a second time

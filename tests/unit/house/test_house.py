@@ -34,7 +34,8 @@ BUT_WITH_TORCH = (
     "commands.selftest.fixed_randomness", "commands.selftest.measure",
 )  # fmt: skip
 MAY_CALL_COLLECTIVES = (
-    "hetseq/comm/group.py", "hetseq/comm/messages.py", "hetseq/comm/slices.py", "hetseq/launch/launch.py",
+    "hetseq/comm/chains.py", "hetseq/comm/group.py", "hetseq/comm/messages.py", "hetseq/comm/slices.py",
+    "hetseq/launch/launch.py",
 )  # fmt: skip
 #: inside torch.distributed.checkpoint, whose collectives are those of whoever calls `dcp.load`
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
