@@ -196,6 +196,30 @@ def test_a_rank_that_dies_is_a_lost_peer(kind: str) -> None:
     assert all(str(ranks[rank]).startswith("lost a peer") for rank in (0, 2)), ranks
 
 
+def die_in_a_chain(group: Group, victim: int) -> str:
+    exchange = exchange_of(group, "tagged")
+    bounds, active = (*(0 for _ in range(group.world_size)), _LARGE), tuple(range(group.world_size - 1))
+    total = torch.zeros(bounds[group.rank + 1] - bounds[group.rank])
+    flat = torch.ones(_LARGE) if group.rank in active else None
+    exchange.sum_to_owners(flat, total, bounds=bounds, givers=active).wait()
+    if group.rank == victim:
+        os._exit(9)
+    try:
+        exchange.sum_to_owners(flat, total, bounds=bounds, givers=active).wait()
+        exchange.gather(flat, bounds=bounds, takers=active, own=total).wait()
+    except PeerLostError as error:
+        group.sever()  # as a rank does that has noticed
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("victim", [0, 2, 4])
+def test_a_rank_of_a_chain_that_dies_is_a_lost_peer(victim: int) -> None:
+    """The first one, one in the middle, and the owner."""
+    ranks = run_ranks(die_in_a_chain, 5, victim, timeout_s=40, group_timeout_s=20, dies=[victim])
+    assert all(str(ranks[rank]).startswith("lost a peer") for rank in range(5) if rank != victim), ranks
+
+
 def sum_sizes(group: Group, sizes: list[int]) -> int:
     """The pieces of memory for what an owner receives, after sums of several sizes one after the other."""
     chains.FEWEST = 99
