@@ -20,8 +20,10 @@ TOYS = {
     "TwoTermsAdadelta": oracle.two_terms,
     "SometimesUnused": oracle.sometimes_unused,
 }
+#: an owner of most for three others and more: over a network its slices take chains
+CHAINS = [("0,0,0,0,1", "3,1,2,2,0"), ("1,1,1,9", "3,2,2,1")]
 #: who owns how much, who computes how much
-LAYOUTS = [("3,1", "9,3"), ("6,2,1", "7,4,1"), ("1,1,8", "9,3,0"), ("2,0,1", "5,4,3"), ("0,0,1", "3,1,0")]
+LAYOUTS = [("3,1", "9,3"), ("6,2,1", "7,4,1"), ("1,1,8", "9,3,0"), ("2,0,1", "5,4,3"), ("0,0,1", "3,1,0"), *CHAINS]
 
 
 def words(toy: str, balance: str, steps: int, **flags: object) -> list[str]:
@@ -77,7 +79,15 @@ def test_owners_have_the_gradient_of_the_global_batch(
 
 
 MODULES = {toy: "main,branch" if toy == "SometimesUnused" else "body,cls,reg" for toy in TOYS}
-ALL = [("3,1", "9,3"), ("1,3", "9,3"), ("6,2,1", "7,4,1"), ("1,1,8", "9,3,0"), ("2,0,1", "5,4,3"), ("0,0,1", "3,1,0")]
+ALL = [
+    ("3,1", "9,3"),
+    ("1,3", "9,3"),
+    ("6,2,1", "7,4,1"),
+    ("1,1,8", "9,3,0"),
+    ("2,0,1", "5,4,3"),
+    ("0,0,1", "3,1,0"),
+    *CHAINS,
+]
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
