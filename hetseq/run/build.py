@@ -36,7 +36,7 @@ from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.delayed_init import RefusingNumbers, make_present_
+from hetseq.parallel.delayed_init import RefusingNumbers, is_absent, make_present_
 from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
@@ -47,6 +47,7 @@ from hetseq.run.announcements import (
     warn_of_batch_norm,
     warn_of_carried_state,
 )
+from hetseq.run.base_again import base_again
 from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.image_making import make_images
@@ -220,8 +221,9 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
             f"the model of {type(job.material.task).__name__} has no parameter to train: expected at least one"
         )
     if job.material.fill is not None and config.distributed.shard_model != "all":  # a shadow has the whole model
-        make_present_(parameters)
-        job.material.fill(parameters)
+        absent = [parameter for parameter in model.parameters() if is_absent(parameter)]
+        make_present_(absent)
+        job.material.fill(absent)
         job.material.fill = None
     optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
     before = OwnersOfBefore(job.carried.owned) if job.carried is not None else None
@@ -252,6 +254,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     if job.succession is not None:
         if job.succession.record.image:
             inherited = go_back(job.succession, replica, provenance, job.directory_group, images)
+            replica.take_base(functools.partial(base_again, config, job.material))
         else:
             inherited = hand_over(job.succession, replica, provenance, job.directory_group)
         state, provenance = inherited.state, inherited.provenance

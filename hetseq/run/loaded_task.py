@@ -22,13 +22,14 @@ from hetseq.data.loader import Source, place_on
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.activation_offload import ActivationOffload
-from hetseq.parallel.base_parameters import base_digest, check_base, move_
+from hetseq.parallel.base_parameters import base_digest, base_parameters, check_base, move_
 from hetseq.parallel.build_record import BuildRecord
 from hetseq.parallel.delayed_init import DelayedInit, cast_, make_absent_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.parallel.host_numbers import HostNumbers
 from hetseq.parallel.offload_tiers import DiskTier, HostTier
-from hetseq.parallel.replica import batch_norms, check_model, trained_parameters
+from hetseq.parallel.owned_names import owned_names
+from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
 from hetseq.run.start_notes import kept_back
@@ -74,6 +75,8 @@ class LoadedTask:
     offload: ActivationOffload | None = None  # of what forward keeps for backward; None: it stays on the device
     #: gives parameters that have no memory yet their numbers, once they have; None afterwards, and for no such model
     fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+    #: the name of a base of which no rank has all in memory later; None: there is none
+    base_of_parts: str | None = None
 
     @property
     def terms_of_no_loss(self) -> tuple[str, ...]:
@@ -104,7 +107,7 @@ class LoadedTask:
     @functools.cached_property
     def base(self) -> str | None:
         """The name of the model's base, by its content. Computed once: a base does not change."""
-        return base_digest(self.model)
+        return base_digest(self.model) if self.base_of_parts is None else self.base_of_parts
 
     @functools.cached_property
     def part(self) -> str:
@@ -150,12 +153,15 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
     with kept_back() as start_notes:
         if config.distributed.delayed_init:
-            model, drawn = _built_without_memory(task, seed)
+            model, drawn = built_without_memory(task, seed)
         else:
             model = build_model(task)
     check_model(model)
     check_base(model)
-    later = [one for _, one in trained_parameters(model)] if config.distributed.shard_model == "all" else []
+    later, digest = list[torch.nn.Parameter](), None
+    if config.distributed.shard_model == "all":
+        later = list(owned_names(model, with_frozen=True).by_parameter)
+        digest = base_digest(model, None if drawn is None else drawn.in_turn(list(base_parameters(model).values())))
     if drawn is not None:
         cast_(model, precision.storage)
         kept = {id(one) for one in later}
@@ -163,14 +169,14 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         make_absent_(later, device)
         fill = drawn.fill
     elif later and _is_beside_host(device):
-        fill = HostNumbers(later, device, precision.storage).fill
+        fill = HostNumbers(later, device, precision.storage, unchanged=base_parameters(model).values()).fill
     move_(model, device, precision.storage)
     if config.memory.checkpoint_modules:
         names = checkpoint_activations(model, config.memory.checkpoint_modules)
         logger.info("%d modules run again in backward: %s", len(names), _listed(names))
     material = LoadedTask(
         task, train, valid, model, terms, place, seed, device, precision, split=config.data.train_subset,
-        start_notes=start_notes, offload=_offload_of(config.memory, model, device), fill=fill,
+        start_notes=start_notes, offload=_offload_of(config.memory, model, device), fill=fill, base_of_parts=digest,
     )  # fmt: skip
     if config.distributed.shard_model != "all":  # else no rank has all parameters; tried when ranks can get them
         material.try_out()
@@ -190,7 +196,7 @@ def _is_beside_host(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _built_without_memory(task: Task, seed: int) -> tuple[torch.nn.Module, DelayedInit]:
+def built_without_memory(task: Task, seed: int) -> tuple[torch.nn.Module, DelayedInit]:
     """The model with its parameters on "meta", and the functions that draw them. Raises TaskError."""
     record = BuildRecord(task)
     with record.building():

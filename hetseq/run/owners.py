@@ -35,10 +35,10 @@ from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.model_layers import find_layers
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
+from hetseq.parallel.owned_names import OwnedNames, owned_names
 from hetseq.parallel.owned_parameters import Fill, OwnedParameters, groups_of
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import OwnedUnits, ownership_of
-from hetseq.parallel.replica import trained_parameters
 from hetseq.system import device_memory, host_memory
 
 logger = logging.getLogger(__name__)
@@ -77,10 +77,13 @@ def make_reducer(
     """
     earlier = None if before is None else before.owned
     # what has owners does not change when a task freezes some of it
-    names = earlier.names if earlier else {parameter: name for name, parameter in trained_parameters(model)}
+    described = earlier.described if earlier else owned_names(model, with_frozen=config.shard_model == "all")
+    names, trained = described.by_parameter, len(described.trained)
     bucket_bytes = int(config.bucket_cap_mb * _MIB)
     layers = find_layers(model, config.shard_modules, flag="--shard-modules") if config.shard_model == "all" else {}
-    memory = _model_memory(list(names), config, groups_of(model, layers, list(names)) if layers else None)
+    groups = groups_of(model, layers, list(names), trained) if layers else None
+    frozen = [one for one in model.parameters() if one not in names]
+    memory = _model_memory(list(names), trained, config, groups, whole=() if layers else frozen)
     division = None
     if config.shard_model != "none":
         division = _divide(list(names), group, config, memory, slots=slots, before=before)
@@ -88,11 +91,11 @@ def make_reducer(
         return gradients_of(
             list(names), group, bucket_bytes=bucket_bytes, is_wide=config.reduce_dtype is not None
         ), None  # fmt: skip
-    owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
+    owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
     if is_first:
         units = units_of(list(names), bucket_bytes)
-        if layers:
-            units = [unit for of_layer in groups_of(model, layers, list(names)) for unit in of_layer]
+        if groups is not None:
+            units = [unit for of_layer in groups for unit in of_layer]
         ownership = ownership_of(list(names), units, division.fractions, cuts_tensors=cuts_tensors)
         lacking = _lacking_room(ownership, division, memory.state_bytes)
         if lacking:
@@ -103,7 +106,7 @@ def make_reducer(
         owned.earlier = {} if is_first else owned.held()
         reducer = OwnedParameters(
             model, layers, list(names), group, fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype,
-            begins=is_first and (fill or True),
+            trained=trained, begins=is_first and (fill or True),
         )  # fmt: skip
     else:
         reducer = OwnedGradients(
@@ -142,7 +145,7 @@ def warn_of_no_save(owned: OwnedState | None, group: Group, *, makes_images: boo
 def _owned_alike(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.nn.Parameter, str],
+    names: OwnedNames,
     earlier: OwnedState | None,
     group: Group,
 ) -> tuple[OwnedState, bool]:
@@ -153,7 +156,7 @@ def _owned_alike(
     owned, refusal = earlier, None
     try:
         if owned is None:
-            refuse_shared_memory(model, names)
+            refuse_shared_memory(model, names.by_parameter)
             owned = OwnedState(optimizer, names)
     except ConfigError as error:
         refusal = error
@@ -326,7 +329,7 @@ class _Memory:
 
     @property
     def state_bytes(self) -> int:
-        return self.model.state_bytes
+        return self.model.state_bytes + (self.model.frozen_bytes if self.has_layers else 0)
 
     @property
     def parameter_bytes(self) -> int:
@@ -338,25 +341,38 @@ class _Memory:
 
 
 def _model_memory(
-    parameters: Sequence[torch.nn.Parameter], config: DistributedConfig, groups: Sequence[list[list[int]]] | None
+    parameters: Sequence[torch.nn.Parameter],
+    trained: int,
+    config: DistributedConfig,
+    groups: Sequence[list[list[int]]] | None,
+    *,
+    whole: Sequence[torch.Tensor] = (),
 ) -> _Memory:
-    """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay."""
+    """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay.
+
+    The first `trained` of the `parameters` are trained; frozen ones have owners too, or stay `whole` on every rank.
+    """
     itemsize = parameters[0].element_size()
     wide = 2 if config.reduce_dtype is not None and itemsize < _WIDE else 1
     model = ModelMemory(
-        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() for parameter in parameters[:trained]),
         compute_bytes_per_parameter=itemsize,
         master_bytes_per_parameter=itemsize if groups is not None else 0,
         optimizer_bytes_per_parameter=2 * itemsize,
         gradient_bytes_per_parameter=itemsize,
+        frozen_bytes=sum(one.numel() * one.element_size() for one in (*parameters[trained:], *whole)),
     )
     if groups is None:
         return _Memory(model, model.gradient_bytes, has_layers=False)
-    sizes = [sum(parameters[index].numel() for group in of_layer for index in group) for of_layer in groups]
-    root, largest = sizes[0], max(sizes[1:])
+    sizes = np.zeros((len(groups), 2), np.int64)  # of the root and of each layer: bytes of all, and of the trained ones
+    for size, of_layer in zip(sizes, groups):
+        for index in (index for group in of_layer for index in group):
+            nbytes = parameters[index].numel() * parameters[index].element_size()
+            size += nbytes, nbytes if index < trained else 0
+    root, largest = sizes[0].tolist(), sizes[1:].max(axis=0).tolist()
     # two layers and the root are whole; gradients of two units travel, beside what an owner receives of them
-    whole, gradients = 2 * largest + root, 2 * max(largest, root) + 2 * max(largest, root)
-    return _Memory(model, (whole + wide * gradients) * itemsize, has_layers=True)
+    moving = 2 * largest[0] + root[0] + wide * 4 * max(largest[1], root[1])
+    return _Memory(model, moving, has_layers=True)
 
 
 def _room_bytes(device: torch.device) -> int:
