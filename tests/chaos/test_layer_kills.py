@@ -77,6 +77,33 @@ def test_a_rank_that_owns_nothing_costs_one_step_wherever_it_is_killed(
     check_each_costs_one_step(run, undisturbed_layers)
 
 
+@pytest.mark.fault("FT-1", "FT-2")
+def test_an_owner_of_frozen_weights_that_no_checkpoint_holds_is_killed(
+    chaos: Chaos, undisturbed_base: Calm, tmp_path: Path
+) -> None:
+    faults = in_turn(1, [("layer_forward", 2), ("layer_backward", 1), ("commit", 0)])
+    run = Run(chaos, tmp_path, faults, own="1,1,1", task=task(True, are_nodes=True, has_base=True), **IN_MEMORY)
+    check_each_goes_back_in_place(run, undisturbed_base)
+    assert run.said.count("are built again, for what a lost rank owned of them") >= len(run.kills)
+
+
+@pytest.mark.fault("FT-1")
+def test_so_it_is_where_no_image_is_made(chaos: Chaos, undisturbed_base: Calm, tmp_path: Path) -> None:
+    faults = in_turn(2, [("layer_sum", 0), ("commit", 0)])
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(False, has_base=True), **SAVING)
+    check_each_goes_back(run, undisturbed_base)
+
+
+@pytest.mark.fault("FT-1")
+def test_a_rank_without_frozen_weights_of_its_own_is_killed(
+    chaos: Chaos, undisturbed_base: Calm, tmp_path: Path
+) -> None:
+    faults = in_turn(1, [("layer_forward", 2), ("commit", 0)])
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(True, has_base=True), **SAVING)
+    check_each_costs_one_step(run, undisturbed_base)
+    assert "are built again" not in run.said
+
+
 @pytest.mark.nightly
 @pytest.mark.fault("FT-1", "FT-2")
 @pytest.mark.parametrize("seed", range(10))

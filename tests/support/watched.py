@@ -31,7 +31,7 @@ from tests.support.watched import Watched
 class Run(Watched):
     folder, computing = Path({folder!r}), {computing}
     shares_memory, has_place_in_gather, pace_s = {shares_memory}, {has_place_in_gather}, {pace_s}
-    are_nodes, notes_opens, has_layers = {are_nodes}, {notes_opens}, {has_layers}
+    are_nodes, notes_opens, has_layers, has_base = {are_nodes}, {notes_opens}, {has_layers}, {has_base}
 """
 
 LAYERS = "layers.*"  # what --shard-modules takes
@@ -52,6 +52,19 @@ class Layers(torch.nn.Module):
         return hidden
 
 
+class OverBase(Layers):
+    """The second layer is frozen, and no checkpoint holds its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].double().requires_grad_(False)
+        self.register_state_dict_post_hook(_leave_out)
+
+
+def _leave_out(_model: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state.pop(f"{prefix}layers.1.weight")
+
+
 class Watched(Ledger):
     folder: ClassVar[Path]
     computing: ClassVar[int]  # ranks with samples
@@ -61,6 +74,7 @@ class Watched(Ledger):
     notes_opens: ClassVar[bool]  # writes down when a process of a rank opens a file of a checkpoint
     are_nodes: ClassVar[bool]  # each process keeps states in memory of its own, which no other process sees
     has_layers: ClassVar[bool]  # the model has `LAYERS`, and a parameter that is in none of them
+    has_base: ClassVar[bool]  # and a layer of it is frozen, see `OverBase`
     has_begun = False
 
     def build_model(self) -> torch.nn.Module:
@@ -74,6 +88,8 @@ class Watched(Ledger):
         if self.has_place_in_gather:
             for kind in (SharedSlices, TaggedSlices):
                 kind.gather = _with_place(kind.gather)  # type: ignore[method-assign]
+        if self.has_base:
+            return OverBase()
         return Layers() if self.has_layers else super().build_model()
 
     def update_step(self, num_updates: int) -> None:
@@ -123,6 +139,7 @@ def write_task(
     are_nodes: bool = False,
     notes_opens: bool = False,
     has_layers: bool = False,
+    has_base: bool = False,
     pace_s: float = 0.1,
 ) -> str:
     """A task file for one run in `folder`, and what `--task` takes for it."""
@@ -130,7 +147,7 @@ def write_task(
     text = _TEXT.format(
         folder=str(folder), computing=computing, shares_memory=shares_memory,
         has_place_in_gather=has_place_in_gather, are_nodes=are_nodes, notes_opens=notes_opens,
-        has_layers=has_layers, pace_s=pace_s,
+        has_layers=has_layers, has_base=has_base, pace_s=pace_s,
     )  # fmt: skip
     (folder / "task.py").write_text(text)
     return f"{folder / 'task.py'}:Run"
