@@ -475,8 +475,8 @@ class OwnedParameters(OwnedUnits):
 
     def _refuse(self, index: int, _parameter: torch.Tensor) -> None:
         raise TaskError(
-            f"--shard-model all: {self._names[index]} gets a gradient, but was frozen when the run began: let"
-            " build_model leave its requires_grad True, or use --shard-model none"
+            f"--shard-model all: {self._names[index]} gets a gradient, but was frozen when the run began: leave"
+            " requires_grad True in build_model, and freeze it afterwards"
         )
 
     def _refuse_hidden_way(self, number: int) -> None:

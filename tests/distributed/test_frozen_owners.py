@@ -18,11 +18,13 @@ from hetseq import config as options
 from hetseq import registry
 from hetseq.balance import ownership
 from hetseq.cluster.membership.assignment import InferenceJob
-from hetseq.comm.group import Group
+from hetseq.comm.group import Group, LocalGroup
 from hetseq.errors import HetSeqError
+from hetseq.parallel import portions
 from hetseq.run import inference
 from hetseq.run.base_again import base_again
 from hetseq.run.loaded_task import load_material
+from hetseq.run.shadow import Shadow
 from hetseq.task import make_task
 from tests.support.adapted import Adapted, is_base
 from tests.support.layered import WIDTH
@@ -304,3 +306,29 @@ def test_another_base_in_its_place_ends_the_run_in_words(tmp_path: Path, monkeyp
         HetSeqError, match=f"owned a part of the frozen weights {material.base}, and .* builds .* in their"
     ):
         base_again(config, material)
+
+
+# shadows
+
+
+def test_owners_give_a_shadow_the_frozen_tensors_of_a_checkpoint_and_no_gradients_of_them(tmp_path: Path) -> None:
+    told = words(f"{WORDS} --shard-model all --shard-modules layers.*")
+    logging.getLogger("hetseq").addHandler(logging.NullHandler())
+    with session_of(LocalGroup(), prepared(tmp_path), told, Recorder(), SETTING.task) as session:
+        replica = session.controller.replica
+        with_gradients = {one.name for one in portions.portions_of(replica, session.controller.group)}
+        right = built()
+        assert with_gradients == {name for name, one in right.named_parameters() if one.requires_grad}
+        frozen = portions.frozen_portions_of(replica)
+        assert {one.name for one in frozen} == {"first.weight", "first.bias", "layers.1.scale", "layers.3.scale"}
+        pieces, numbers = portions.state_pieces(replica, frozen)
+        assert numbers == {}
+        other = built()
+        for one in other.parameters():
+            one.data = torch.zeros_like(one)
+        shadow = Shadow.__new__(Shadow)
+        shadow._every, shadow._parameters = dict(other.named_parameters()), {}
+        for piece, values in pieces:
+            shadow._load_trained(piece, values)
+        for name, one in right.named_parameters():
+            assert torch.equal(other.get_parameter(name), one) == (name in {portion.name for portion in frozen})

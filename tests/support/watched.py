@@ -32,6 +32,7 @@ class Run(Watched):
     folder, computing = Path({folder!r}), {computing}
     shares_memory, has_place_in_gather, pace_s = {shares_memory}, {has_place_in_gather}, {pace_s}
     are_nodes, notes_opens, has_layers, has_base = {are_nodes}, {notes_opens}, {has_layers}, {has_base}
+    base_changes = {base_changes}
 """
 
 LAYERS = "layers.*"  # what --shard-modules takes
@@ -75,6 +76,8 @@ class Watched(Ledger):
     are_nodes: ClassVar[bool]  # each process keeps states in memory of its own, which no other process sees
     has_layers: ClassVar[bool]  # the model has `LAYERS`, and a parameter that is in none of them
     has_base: ClassVar[bool]  # and a layer of it is frozen, see `OverBase`
+    base_changes: ClassVar[bool]  # a process that builds it again finds another one
+    builds: ClassVar[int] = 0  # in this process
     has_begun = False
 
     def build_model(self) -> torch.nn.Module:
@@ -89,7 +92,11 @@ class Watched(Ledger):
             for kind in (SharedSlices, TaggedSlices):
                 kind.gather = _with_place(kind.gather)  # type: ignore[method-assign]
         if self.has_base:
-            return OverBase()
+            Watched.builds += 1
+            model = OverBase()
+            if self.base_changes:
+                model.layers[1].weight.data += Watched.builds
+            return model
         return Layers() if self.has_layers else super().build_model()
 
     def update_step(self, num_updates: int) -> None:
@@ -140,6 +147,7 @@ def write_task(
     notes_opens: bool = False,
     has_layers: bool = False,
     has_base: bool = False,
+    base_changes: bool = False,
     pace_s: float = 0.1,
 ) -> str:
     """A task file for one run in `folder`, and what `--task` takes for it."""
@@ -147,7 +155,7 @@ def write_task(
     text = _TEXT.format(
         folder=str(folder), computing=computing, shares_memory=shares_memory,
         has_place_in_gather=has_place_in_gather, are_nodes=are_nodes, notes_opens=notes_opens,
-        has_layers=has_layers, has_base=has_base, pace_s=pace_s,
+        has_layers=has_layers, has_base=has_base, base_changes=base_changes, pace_s=pace_s,
     )  # fmt: skip
     (folder / "task.py").write_text(text)
     return f"{folder / 'task.py'}:Run"
