@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from hetseq.checkpoint.images import free_images
 from hetseq.errors import EXIT_FAILED
+from hetseq.run_directory import RunDirectory
 from hetseq.testing import Faults
 from tests.chaos.owned_runs import IN_LAYERS, RECOVERIES, Calm, Run
 from tests.chaos.runs import Chaos
@@ -98,6 +100,7 @@ def test_so_it_is_where_no_image_is_made(chaos: Chaos, undisturbed_base: Calm, t
 
 
 @pytest.mark.fault("FT-1")
+@pytest.mark.usefixtures("undisturbed_base")  # its processes are warm
 def test_a_run_ends_in_words_if_the_frozen_weights_cannot_be_built_again(chaos: Chaos, tmp_path: Path) -> None:
     kinds = task(True, has_base=True, base_changes=True)
     name = write_task(tmp_path / "watched", computing=3, **kinds)
@@ -105,6 +108,7 @@ def test_a_run_ends_in_words_if_the_frozen_weights_cannot_be_built_again(chaos: 
         faults=Faults().kill(rank=1).at(step=19, phase="layer_backward").text(), task=name, ranks=3, steps=100,
         balance="5,4,3", own="1,1,1", shard_model="all", shard_modules=WATCHED_LAYERS, step_deadline=60, **IN_MEMORY,
     )  # fmt: skip
+    free_images(RunDirectory(chaos.newest).run_id, chaos.newest)  # which stay for the next start
     assert found.code == EXIT_FAILED
     assert "a rank is lost that owned a part of the frozen weights" in found.said
     assert "in their place now: bring back the files of the start" in found.said
