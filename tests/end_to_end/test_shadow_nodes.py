@@ -43,11 +43,11 @@ class Wide(Ledger):
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(8, {UNITS}), torch.nn.Tanh(), torch.nn.Linear({UNITS}, 1))
 """
-FROZEN = """
+OVER_BASE = """
 import torch
 from tests.chaos.ledger_task import Ledger
 
-class Frozen(Ledger):
+class OverBase(Ledger):
     def build_model(self):
         layers = [torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)]
         model = torch.nn.Sequential(*layers)
@@ -191,9 +191,9 @@ def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
 
 
 def test_so_it_is_with_an_owner_of_frozen_weights(nodes: Nodes) -> None:
-    task = nodes.folder / "frozen_task.py"
-    task.write_text(FROZEN)
-    words = ("--task", f"{task}:Frozen")
+    task = nodes.folder / "over_base_task.py"
+    task.write_text(OVER_BASE)
+    words = ("--task", f"{task}:OverBase")
     nodes.start(*WORDS, *words, "--ranks", 1, "--save-dir", nodes.folder / "calm", "--no-save")
     (ended,) = nodes.finish()
     assert ended.code == EXIT_DONE, ended.err
