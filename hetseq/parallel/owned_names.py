@@ -20,7 +20,7 @@ class OwnedNames:
 
     by_parameter: Mapping[torch.nn.Parameter, str]  # the trained ones first
     frozen: frozenset[str] = field(default_factory=frozenset)
-    base: frozenset[str] = field(default_factory=frozenset)  # those of the frozen ones that no checkpoint holds
+    base: frozenset[str] = field(default_factory=frozenset)  # of the frozen ones, what no checkpoint holds
 
     @property
     def trained(self) -> dict[torch.nn.Parameter, str]:

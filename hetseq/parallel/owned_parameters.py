@@ -9,8 +9,7 @@ The one idea: a micro-batch of all ranks is a round, with one order of transfers
 order alone decides about transfers, never the layers that a rank happens to hold, or whether it has samples. So a rank
 without samples, or whose memory ran out amid a forward, carries the rest of the round out, and the others notice
 nothing until they vote. Each round begins with a row of all ranks that says which have samples.
-
-Frozen parameters come and go like the trained ones, in units of their own, of which there are no gradients and no sums.
+Frozen parameters have units of their own, without sums.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from hetseq.parallel.absent_parameters import RefusingAbsent, hidden_from
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
+from hetseq.parallel.model_layers import groups_of
+from hetseq.parallel.owned_names import OwnedNames
 from hetseq.parallel.owned_units import OwnedUnits, Unit, starts_of
 from hetseq.system import faults
 
@@ -78,23 +79,24 @@ class OwnedParameters(OwnedUnits):
         self,
         model: torch.nn.Module,
         layers: Mapping[str, torch.nn.Module],
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: OwnedNames | Sequence[torch.nn.Parameter],
         group: Group,
         *,
         fractions: Sequence[float],
         cuts_tensors: bool = True,
         dtype: torch.dtype | None = None,
-        trained: int | None = None,
         begins: bool | Fill,
     ) -> None:
         """Move the parameters into memory of their units; see `OwnedUnits`. Collective.
 
-        `layers` in the order in which forward runs them. With `begins` each rank takes what it owns of the values that
-        rank zero has; with False it has no values before they are loaded. With a function the parameters have no
-        memory yet: on every rank it draws the values of one unit after the other, and the rank takes what it owns. Of
-        the base, which is equal on all ranks, each rank takes its own values.
+        `layers` in the order in which forward runs them; a sequence of `parameters` is all trained. With `begins`
+        each rank takes what it owns of the values that rank zero has, and of the base, which is equal on all ranks, of
+        its own. With False it has no values before they are loaded. With a function the parameters have no memory yet:
+        on every rank it draws the values of one unit after the other, and the rank takes what it owns.
         """
         self._begins, self._base = begins, {id(one) for one in base_parameters(model).values()}
+        described = parameters if isinstance(parameters, OwnedNames) else OwnedNames(dict.fromkeys(parameters, ""))
+        parameters, trained = list(described.by_parameter), len(described.trained)
         groups = groups_of(model, layers, parameters, trained)
         super().__init__(
             parameters, [group_ for of_layer in groups for group_ in of_layer], group, fractions=fractions,
@@ -585,37 +587,6 @@ class OwnedParameters(OwnedUnits):
                 self.exchange.release(given)
         unit.flat.untyped_storage().resize_(0)
         return own
-
-
-def groups_of(
-    model: torch.nn.Module,
-    layers: Mapping[str, torch.nn.Module],
-    parameters: Sequence[torch.nn.Parameter],
-    trained: int | None = None,
-) -> list[list[list[int]]]:
-    """The parameters of the root, then of each layer, by their places, in a list for each type. Pure.
-
-    Only the first `trained` of them are trained (default: all); frozen ones, and those of the base, have lists of their
-    own.
-
-    The root has everything that is in no layer or in several, such as an embedding that is tied to the head.
-    """
-    inside = {id(module) for layer in layers.values() for module in layer.modules()}
-    homes: dict[int, set[int]] = {}
-    for module in model.modules():
-        if id(module) not in inside:
-            for parameter in module.parameters(recurse=False):
-                homes.setdefault(id(parameter), set()).add(-1)
-    for number, layer in enumerate(layers.values()):
-        for parameter in layer.parameters():
-            homes.setdefault(id(parameter), set()).add(number)
-    found: list[dict[tuple[torch.dtype, bool, bool], list[int]]] = [{} for _ in range(len(layers) + 1)]
-    base = {id(parameter) for parameter in base_parameters(model).values()}
-    for place, parameter in enumerate(parameters):
-        (home,) = homes[id(parameter)] if len(homes[id(parameter)]) == 1 else (-1,)
-        kind = parameter.dtype, trained is not None and place >= trained, id(parameter) in base
-        found[home + 1].setdefault(kind, []).append(place)
-    return [list(of_layer.values()) for of_layer in found]
 
 
 def _tensors(*trees: Any) -> list[torch.Tensor]:

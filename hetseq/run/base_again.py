@@ -44,7 +44,7 @@ def base_again(config: Config, material: LoadedTask) -> Fill:
     if found != material.base:
         raise HetSeqError(
             f"a rank is lost that owned a part of the frozen weights {material.base}, and {socket.gethostname()} builds"
-            f" {found} in their place now: bring back the files of the start, such as those of --model DIR, and start"
+            f" {found} in their place now: bring back the files of the start, such as --model DIR, and start"
             " again; the run continues from its newest checkpoint"
         )
     names = {id(parameter): name for name, parameter in base_parameters(material.model).items()}

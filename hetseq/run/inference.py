@@ -102,10 +102,7 @@ def _owned(config: Config, material: LoadedTask, group: Group, described: OwnedN
     base = [one for one, name in described.by_parameter.items() if name in described.base]
     if fill is None:
         fill = HostNumbers(base, material.device, material.precision.storage, unchanged=base).fill
-    owned = OwnedParameters(
-        model, layers, list(described.by_parameter), group, fractions=fractions, trained=len(described.trained),
-        begins=False,
-    )  # fmt: skip
+    owned = OwnedParameters(model, layers, described, group, fractions=fractions, begins=False)
     owned.take_base(fill)
     return owned
 

@@ -33,10 +33,10 @@ from hetseq.comm.group import Group, Rows
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
-from hetseq.parallel.model_layers import find_layers
+from hetseq.parallel.model_layers import find_layers, groups_of
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
 from hetseq.parallel.owned_names import OwnedNames, owned_names
-from hetseq.parallel.owned_parameters import Fill, OwnedParameters, groups_of
+from hetseq.parallel.owned_parameters import Fill, OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import OwnedUnits, ownership_of
 from hetseq.system import device_memory, host_memory
@@ -105,8 +105,8 @@ def make_reducer(
     if layers:
         owned.earlier = {} if is_first else owned.held()
         reducer = OwnedParameters(
-            model, layers, list(names), group, fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype,
-            trained=trained, begins=is_first and (fill or True),
+            model, layers, described, group, fractions=division.fractions, cuts_tensors=cuts_tensors, dtype=dtype,
+            begins=is_first and (fill or True),
         )  # fmt: skip
     else:
         reducer = OwnedGradients(
