@@ -241,11 +241,10 @@ class OwnedParameters(OwnedUnits):
         if self._stage is _Stage.IDLE:
             return
         while self._at < len(self._ops):
-            self._issue()
-            kept = self._layer_of[id(self._ops[self._at - 1].unit)]
             for layer in self._layers:  # the rest may be all layers, where the lowest ones have nothing to train
-                if layer is not kept and (layer.is_whole or layer.gathers):
+                if layer.is_whole or layer.gathers:
                     self._free(layer)
+            self._issue()
         for layer in (self._root, *self._layers):
             self._free(layer)
         with self._pause():

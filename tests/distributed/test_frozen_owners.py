@@ -180,10 +180,19 @@ class Held:
     most_here: int = 0  # at a time, in the memory of layers
 
 
-def count_frozen(group: Group, save_dir: str, told: list[str]) -> Held:
+class OnTop(Adapted):
+    """Only the highest layer has something to train, and the head: backward reaches no other."""
+
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        model["layers"][1].requires_grad_(False)  # type: ignore[index]
+        return model
+
+
+def count_frozen(group: Group, save_dir: str, told: list[str], task: type[Adapted]) -> Held:
     logging.getLogger("hetseq").addHandler(logging.NullHandler())
     with mock.patch.object(ownership, "GRAIN", 1):
-        session = session_of(group, save_dir, told, Recorder(), SETTING.task)
+        session = session_of(group, save_dir, told, Recorder(), Setting(task, "adamw").task)
     replica = session.controller.replica
     frozen = [one for one in replica.model.parameters() if not one.requires_grad]
     try:
@@ -214,12 +223,16 @@ def count_frozen(group: Group, save_dir: str, told: list[str]) -> Held:
         session.close()
 
 
-def test_a_rank_holds_its_part_of_the_frozen_weights_and_two_layers_and_the_root(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", [Adapted, OnTop])
+def test_a_rank_holds_its_part_of_the_frozen_weights_and_two_layers_and_the_root(
+    task: type[Adapted], tmp_path: Path
+) -> None:
     told = words(f"{WORDS} --balance 9,3 --own 3,1 --shard-model all --shard-modules layers.*")
-    ranks = run_ranks(count_frozen, 2, prepared(tmp_path), told)
+    ranks = run_ranks(count_frozen, 2, prepared(tmp_path), told, task)
     layer, of_adapter, root = 2 * WIDTH**2, 8 * WIDTH, 8 * (WIDTH**2 + WIDTH)
-    total = 4 * layer + 2 * of_adapter + root
-    assert [held.most_here for held in ranks] == [2 * layer + of_adapter + root] * 2
+    frozen_adapter = 0 if task is Adapted else 8 * 4 * WIDTH
+    total = 4 * layer + 2 * of_adapter + frozen_adapter + root
+    assert [held.most_here for held in ranks] == [2 * layer + of_adapter + frozen_adapter + root] * 2
     assert sum(held.owned for held in ranks) == total
     assert abs(ranks[1].owned - total / 4) <= 8 * 8  # one number for each unit
 
