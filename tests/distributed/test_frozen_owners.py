@@ -21,12 +21,14 @@ from hetseq.cluster.membership.assignment import InferenceJob
 from hetseq.comm.group import Group, LocalGroup
 from hetseq.errors import HetSeqError
 from hetseq.parallel import portions
-from hetseq.run import inference
+from hetseq.run import inference, loaded_task
 from hetseq.run.base_again import base_again
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.shadow import Shadow
+from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
-from tests.support.adapted import Adapted, is_base
+from tests.support.adapted import Adapted, Still, is_base, leave_out
 from tests.support.layered import WIDTH
 from tests.support.lives import words
 from tests.support.owned import OwnedFacts, PlainCurve, Setting, plain_curve, session_of, train_owned, whole_gradient
@@ -345,3 +347,74 @@ def test_owners_give_a_shadow_the_frozen_tensors_of_a_checkpoint_and_no_gradient
             shadow._load_trained(piece, values)
         for name, one in right.named_parameters():
             assert torch.equal(other.get_parameter(name), one) == (name in {portion.name for portion in frozen})
+
+
+# delayed initialisation
+
+
+class DrawnStill(Still):
+    """A layer of the base that is drawn from the seed of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.weight)
+
+
+class Drawn(Adapted):
+    """Layers of the base between trained ones."""
+
+    def build_model(self) -> torch.nn.Module:
+        layers = torch.nn.ModuleList([DrawnStill(), torch.nn.Linear(WIDTH, WIDTH), DrawnStill()])
+        first, head = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 3)
+        model = torch.nn.ModuleDict({"first": first, "layers": layers, "head": head})
+        model.register_state_dict_post_hook(leave_out)
+        return model
+
+
+def train_drawn(group: Group, save_dir: str, told: list[str]) -> tuple[str | None, list[float], bool]:
+    """The name of the base, the losses, and whether the base is the same when it is drawn again."""
+    logging.getLogger("hetseq").addHandler(logging.NullHandler())
+    config = options.complete(options.parse([*told, "--save-dir", save_dir]))
+    material, recorder = load_material(config, torch.device("cpu"), Setting(Drawn, "adamw").task(config)), Recorder()
+    job = RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)
+    with build_session(job) as session:
+        session.train()
+        owned = session.controller.replica.owned
+        is_same = True
+        if owned is not None:
+            before = {
+                name: owned.fragments[name].owned.detach().clone() for name in owned.base & owned.fragments.keys()
+            }
+            for name in before:
+                owned.fragments[name].owned.data.zero_()
+            session.controller.replica.take_base(lambda: base_again(config, material))
+            is_same = all(torch.equal(owned.fragments[name].owned, value) for name, value in before.items())
+    return material.base, [row["loss"] for row in recorder.rows], is_same
+
+
+def test_a_base_that_is_drawn_has_the_same_name_and_numbers_on_any_layout(tmp_path: Path) -> None:
+    told = [*words(f"{WORDS} --delayed-init --balance 9,3")]
+    whole = run_ranks(train_drawn, 2, prepared(tmp_path / "whole"), told)
+    parts = run_ranks(train_drawn, 2, prepared(tmp_path / "parts"), [*told, *RESUMED["all 3:1"].split()])
+    for name, losses, is_same in parts:
+        assert name is not None
+        assert name == whole[0][0]
+        assert losses == pytest.approx(whole[0][1], rel=1e-12)
+        assert is_same
+
+
+def train_beside_the_host(group: Group, save_dir: str, told: list[str]) -> OwnedFacts:
+    """With the CPU in the place of a GPU, whose memory may not hold the model."""
+    with mock.patch.object(loaded_task, "_is_beside_host", return_value=True):
+        return train_fine(group, save_dir, told, True)
+
+
+def test_a_base_that_stays_on_the_host_until_it_is_divided_has_the_same_bits(alone: PlainCurve, tmp_path: Path) -> None:
+    told = [*words(WORDS), *RESUMED["all 3:1"].split()]
+    for facts in run_ranks(train_beside_the_host, 2, prepared(tmp_path), told):
+        assert facts.losses == pytest.approx(alone.losses, rel=1e-12)
+        for name, value in built().named_parameters():
+            assert value.requires_grad or torch.equal(facts.frozen[name], value), name
