@@ -39,7 +39,8 @@ class ModelMemory:
     `cast_bytes_per_parameter`: the 16-bit copies that autocast keeps during a step, 2 with bf16 and fp16. `layers`:
     how many of one size come and go with `all`, beside a root: everything in no layer, None for as much as in one.
     `checkpoints`: backward computes each layer again (`--checkpoint-modules`). `offloads`: activations leave the
-    device, and come back `horizon` layers ahead of backward (`--offload-activations`).
+    device, and come back `horizon` layers ahead of backward (`--offload-activations`). `frozen_bytes`: of frozen
+    parameters, which `parameters` does not count; spread evenly over root and layers.
     """
 
     parameters: int
@@ -55,6 +56,7 @@ class ModelMemory:
     checkpoints: bool = False
     offloads: bool = False
     horizon: int = 2
+    frozen_bytes: int = 0
 
     @property
     def root(self) -> int:
@@ -95,13 +97,13 @@ class ModelMemory:
         return each * self.parameters
 
     def owned_bytes(self, shard_model: str) -> int:
-        """What has owners: with `all` the parameters too, (c + m + o + g) P."""
+        """What has owners: with `all` the parameters too, (c + m + o + g) P, and the frozen ones."""
         return self.state_bytes + (self.parameter_bytes if shard_model == "all" else 0)
 
     @property
     def parameter_bytes(self) -> int:
-        """The whole parameters, c P."""
-        return self.compute_bytes_per_parameter * self.parameters
+        """The whole parameters, c P, and the frozen ones."""
+        return self.compute_bytes_per_parameter * self.parameters + self.frozen_bytes
 
     @property
     def whole_bytes(self) -> int:
@@ -111,8 +113,10 @@ class ModelMemory:
         cast = whole if self.checkpoints else self.parameters
         # of the root, of the layer at work, and of two units that travel
         gradients = self.root + self.layer + 2 * max(self.layer, self.root)
+        frozen = round(self.frozen_bytes * (1 + min(2, self.layers)) / (1 + self.layers))
         return (
-            whole * self.compute_bytes_per_parameter
+            frozen
+            + whole * self.compute_bytes_per_parameter
             + cast * self.cast_bytes_per_parameter
             + gradients * self.gradient_bytes_per_parameter
         )
@@ -359,8 +363,8 @@ def _phases(
 
     relays = _relays(shares, fractions)
 
-    def flows(gathered: int, summed: int) -> list[tuple[float, float]]:
-        c, g = gathered * model.compute_bytes_per_parameter, summed * model.gradient_bytes_per_parameter
+    def flows(gathered: int, summed: int, frozen: float = 0.0) -> list[tuple[float, float]]:
+        c, g = gathered * model.compute_bytes_per_parameter + frozen, summed * model.gradient_bytes_per_parameter
         return [
             (given * c + lacked * g + on_c * c, lacked * c + given * g + on_g * g)
             for (lacked, given), (on_c, on_g) in zip(parts, relays)
@@ -371,10 +375,12 @@ def _phases(
     # in each round nothing hides the first layer and the root, neither when they come nor when their gradients go. Of
     # the other layers parameters come twice, but for the last one, which stays between forward and backward.
     first, others, hiding = model.layer + model.root, model.parameters - model.layer - model.root, 1 - 1 / model.layers
+    of_first = model.frozen_bytes * 2 / (1 + model.layers)
+    of_others = model.frozen_bytes - of_first
     once = [
-        (0.0, flows(first, 0)),
-        (forward * hiding, flows(others, 0)),
-        (backward * hiding, flows(others, others)),
+        (0.0, flows(first, 0, of_first)),
+        (forward * hiding, flows(others, 0, of_others)),
+        (backward * hiding, flows(others, others, of_others)),
         (0.0, flows(0, first)),
     ]
     return [(part, [(rounds * sent, rounds * received) for sent, received in by_rank]) for part, by_rank in once]

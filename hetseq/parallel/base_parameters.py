@@ -9,7 +9,7 @@ the base. Ranks compare it before the first step, and a checkpoint holds it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,21 +53,24 @@ def move_(model: torch.nn.Module, device: torch.device, storage: torch.dtype) ->
             tensor.data = tensor.data.to(storage)
 
 
-def base_digest(model: torch.nn.Module) -> str | None:
-    """Hexadecimal digits that name the base by its names, types, shapes and bits; None if there is none."""
+def base_digest(model: torch.nn.Module, numbers: Iterable[torch.Tensor] | None = None) -> str | None:
+    """Hexadecimal digits that name the base by its names, types, shapes and bits; None if there is none.
+
+    `numbers`: its values one after the other, if its parameters have no memory.
+    """
     base = base_parameters(model)
     if not base:
         return None
-    sums = checksums(base.values())
+    sums = checksums(base.values() if numbers is None else numbers)
     entries = [
         f"{name} {tensor.dtype} {tuple(tensor.shape)} {number}" for (name, tensor), number in zip(base.items(), sums)
     ]
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:_DIGITS]
 
 
-def check_same_base(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch unless the model has the base that a checkpoint with this state was trained on."""
-    wanted, found = saved.get("base"), base_digest(model)
+def check_same_base(found: str | None, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatch unless `found` is the digest of the base that the checkpoint with this state names."""
+    wanted = saved.get("base")
     if wanted != found:
         raise CheckpointMismatch(
             f"the checkpoint was trained on the frozen weights {wanted or 'of no base'}, the model here has"

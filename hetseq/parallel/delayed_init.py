@@ -194,6 +194,16 @@ class DelayedInit:
                         self._finish(parameter, drawn.pop(key))
                         del left[key]
 
+    def in_turn(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+        """The numbers of these parameters, one after the other; memory for them exists only in its turn."""
+        for one in parameters:
+            if not one.is_meta:
+                yield one.data
+                continue
+            self.fill([one])
+            yield one.data
+            put_(one, torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta"))
+
     def _memory(
         self, parameter: torch.nn.Parameter, setter: Setter, left: Mapping[int, object], drawn: dict[int, torch.Tensor]
     ) -> torch.Tensor:

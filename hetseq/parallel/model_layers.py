@@ -1,16 +1,18 @@
 """The layers of a model, as patterns of names give them, or found by themselves.
 
-Responsible for choosing modules by name. Changes nothing about a model.
+Responsible for choosing modules by name, and for the parameters of each. Changes nothing about a model.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from hetseq.errors import ConfigError
+from hetseq.parallel.base_parameters import base_parameters
 
 AUTO = "auto"
 _MOST_NAMES = 8  # in a message
@@ -56,3 +58,33 @@ def _layers(name: str, module: nn.Module) -> list[str]:
     repeated = {one for one in classes if classes.count(one) > 1}
     begin = f"{name}." if name else ""
     return [f"{begin}{child}" for child, one in module.named_children() if type(one) in repeated]
+
+
+def groups_of(
+    model: torch.nn.Module,
+    layers: Mapping[str, torch.nn.Module],
+    parameters: Sequence[torch.nn.Parameter],
+    trained: int | None = None,
+) -> list[list[list[int]]]:
+    """The parameters of the root, then of each layer, by their places, in a list for each type. Pure.
+
+    Only the first `trained` of them are trained (default: all). Frozen ones have lists of their own, and the base too.
+
+    The root has everything that is in no layer or in several, such as an embedding that is tied to the head.
+    """
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    homes: dict[int, set[int]] = {}
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                homes.setdefault(id(parameter), set()).add(-1)
+    for number, layer in enumerate(layers.values()):
+        for parameter in layer.parameters():
+            homes.setdefault(id(parameter), set()).add(number)
+    found: list[dict[tuple[torch.dtype, bool, bool], list[int]]] = [{} for _ in range(len(layers) + 1)]
+    base = {id(parameter) for parameter in base_parameters(model).values()}
+    for place, parameter in enumerate(parameters):
+        (home,) = homes[id(parameter)] if len(homes[id(parameter)]) == 1 else (-1,)
+        kind = parameter.dtype, trained is not None and place >= trained, id(parameter) in base
+        found[home + 1].setdefault(kind, []).append(place)
+    return [list(of_layer.values()) for of_layer in found]

@@ -9,6 +9,7 @@ The one idea: a micro-batch of all ranks is a round, with one order of transfers
 order alone decides about transfers, never the layers that a rank happens to hold, or whether it has samples. So a rank
 without samples, or whose memory ran out amid a forward, carries the rest of the round out, and the others notice
 nothing until they vote. Each round begins with a row of all ranks that says which have samples.
+Frozen parameters have units of their own, without sums.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from hetseq.comm.group import Group
 from hetseq.comm.slices import Transfer
 from hetseq.errors import DisagreementError, HetSeqError, PeerLostError, TaskError
 from hetseq.parallel.absent_parameters import RefusingAbsent, hidden_from
+from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
+from hetseq.parallel.model_layers import groups_of
+from hetseq.parallel.owned_names import OwnedNames
 from hetseq.parallel.owned_units import Division, OwnedUnits, Unit, starts_of
 from hetseq.system import faults
 
@@ -75,7 +79,7 @@ class OwnedParameters(OwnedUnits):
         self,
         model: torch.nn.Module,
         layers: Mapping[str, torch.nn.Module],
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: OwnedNames | Sequence[torch.nn.Parameter],
         group: Group,
         division: Division,
         *,
@@ -84,15 +88,19 @@ class OwnedParameters(OwnedUnits):
     ) -> None:
         """Move the parameters into memory of their units; see `OwnedUnits`. Collective.
 
-        `layers` in the order in which forward runs them. With `begins` each rank takes what it owns of the values that
-        rank zero has; with False it has no values before they are loaded. With a function the parameters have no
-        memory yet: on every rank it draws the values of one unit after the other, and the rank takes what it owns.
+        `layers` in the order in which forward runs them; a sequence of `parameters` is all trained. With `begins`
+        each rank takes what it owns of the values that rank zero has, and of the base, which is equal on all ranks, of
+        its own. With False it has no values before they are loaded. With a function the parameters have no memory yet:
+        on every rank it draws the values of one unit after the other, and the rank takes what it owns.
         """
-        self._begins = begins
-        groups = groups_of(model, layers, parameters)
+        self._begins, self._base = begins, {id(one) for one in base_parameters(model).values()}
+        described = parameters if isinstance(parameters, OwnedNames) else OwnedNames(dict.fromkeys(parameters, ""))
+        parameters, trained = list(described.by_parameter), len(described.trained)
+        groups = groups_of(model, layers, parameters, trained)
         super().__init__(
-            parameters, [group_ for of_layer in groups for group_ in of_layer], group, division, dtype=dtype
-        )
+            parameters, [group_ for of_layer in groups for group_ in of_layer], group, division, dtype=dtype,
+            trained=trained,
+        )  # fmt: skip
         self._root, *self._layers = (_Layer(name) for name in ("the model", *layers))
         units = iter(self._units)
         for layer, of_layer in zip((self._root, *self._layers), groups):
@@ -121,6 +129,7 @@ class OwnedParameters(OwnedUnits):
         is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
         self._unseen = set[bool]() if is_compiled else {False, True}  # kinds of rounds, by `_is_forward_only`
         self._given: dict[int, int] = {}  # by `id`: versions of the tensors that a layer was given
+        self._versions = [parameter._version for parameter in self.parameters]
         self._has_looked_for_ways = False
         self._outputs: dict[int, list[Node]] = {}  # of the layers, until that is done
         for number, module in enumerate(layers.values()):
@@ -144,6 +153,7 @@ class OwnedParameters(OwnedUnits):
         try:
             with self._refusing_absent():
                 yield
+            self._check_unchanged(self._root)
         except PeerLostError:
             raise
         except HetSeqError:
@@ -212,7 +222,7 @@ class OwnedParameters(OwnedUnits):
 
         def add(kind: _Kind, number: int) -> None:
             layer = self._layers[number] if number >= 0 else self._root
-            ops.extend(_Op(kind, unit) for unit in layer.units)
+            ops.extend(_Op(kind, unit) for unit in layer.units if kind is not _Kind.SUM or not unit.is_frozen)
             self._ends[kind, number] = len(ops)
 
         for number in range(-1, last + 1):
@@ -230,6 +240,9 @@ class OwnedParameters(OwnedUnits):
         if self._stage is _Stage.IDLE:
             return
         while self._at < len(self._ops):
+            for layer in self._layers:  # the rest may be all layers, where the lowest ones have nothing to train
+                if layer.is_whole or layer.gathers:
+                    self._free(layer)
             self._issue()
         for layer in (self._root, *self._layers):
             self._free(layer)
@@ -387,6 +400,7 @@ class OwnedParameters(OwnedUnits):
         if self._stage is not _Stage.FORWARD:
             return
         layer = self._layers[number]
+        self._check_unchanged(layer)
         if torch.is_grad_enabled():
             tensors = _tensors(output)
             if not tensors:
@@ -450,6 +464,21 @@ class OwnedParameters(OwnedUnits):
         ):
             self._issue()
 
+    def _check_unchanged(self, layer: _Layer) -> None:
+        """Raise TaskError if forward has changed a frozen parameter: the change is gone with its memory."""
+        for index in (index for unit in layer.units if unit.is_frozen for index in unit.indices):
+            if self.parameters[index]._version != self._versions[index]:
+                raise TaskError(
+                    f"--shard-model all: forward changes {self._names[index]}, which is frozen, and the change would be"
+                    " lost: make it a buffer, or use --shard-model state"
+                )
+
+    def _refuse(self, index: int, _parameter: torch.Tensor) -> None:
+        raise TaskError(
+            f"--shard-model all: {self._names[index]} gets a gradient, but was frozen when the run began: leave"
+            " requires_grad True in build_model, and freeze it afterwards"
+        )
+
     def _refuse_hidden_way(self, number: int) -> None:
         raise TaskError(
             f"--shard-model all: gradients come to parameters of {self._layers[number].name} otherwise than through its"
@@ -510,6 +539,20 @@ class OwnedParameters(OwnedUnits):
     def norm_so_far(self) -> float:
         return float(self._squares**0.5)
 
+    # the base
+
+    def take_base(self, fill: Fill) -> None:
+        """Take what this rank owns of the base again, from values that `fill` writes. Local to each rank."""
+        for unit in self._units:
+            if not unit.is_base or not unit.own.numel():
+                continue
+            _allocate(unit.flat)
+            fill([self.parameters[index] for index in unit.indices])
+            first = unit.bounds[self._group.rank]
+            unit.own.copy_(unit.flat[first : first + unit.own.numel()])
+            unit.flat.untyped_storage().resize_(0)
+        self._versions = [parameter._version for parameter in self.parameters]
+
     # how they are made
 
     def _make_unit(self, indices: list[int]) -> Unit:
@@ -522,13 +565,16 @@ class OwnedParameters(OwnedUnits):
                 view.copy_(parameter.detach())
             parameter.data = view
         # memory that another version counter watches: to fill it is no change in place of what autograd has kept
-        return Unit(indices, starts, flat.data)
+        is_frozen, is_base = indices[0] >= self.trained, id(members[0]) in self._base
+        return Unit(indices, starts, flat.data, is_frozen, is_base)
 
     def _take_own(self, unit: Unit, first: int, last: int) -> torch.Tensor:
         device = torch.device("cpu") if unit.is_on_host else unit.flat.device
         own = self.exchange.memory(last - first, unit.flat.dtype, device)
         if callable(self._begins):
             self._begins([self.parameters[index] for index in unit.indices])
+            own.copy_(unit.flat[first:last])
+        elif self._begins and unit.is_base:
             own.copy_(unit.flat[first:last])
         elif self._begins:
             given = None
@@ -540,29 +586,6 @@ class OwnedParameters(OwnedUnits):
                 self.exchange.release(given)
         unit.flat.untyped_storage().resize_(0)
         return own
-
-
-def groups_of(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], parameters: Sequence[torch.nn.Parameter]
-) -> list[list[list[int]]]:
-    """The parameters of the root, then of each layer, by their places, in a list for each type. Pure.
-
-    The root has everything that is in no layer or in several, such as an embedding that is tied to the head.
-    """
-    inside = {id(module) for layer in layers.values() for module in layer.modules()}
-    homes: dict[int, set[int]] = {}
-    for module in model.modules():
-        if id(module) not in inside:
-            for parameter in module.parameters(recurse=False):
-                homes.setdefault(id(parameter), set()).add(-1)
-    for number, layer in enumerate(layers.values()):
-        for parameter in layer.parameters():
-            homes.setdefault(id(parameter), set()).add(number)
-    found: list[dict[torch.dtype, list[int]]] = [{} for _ in range(len(layers) + 1)]
-    for place, parameter in enumerate(parameters):
-        (home,) = homes[id(parameter)] if len(homes[id(parameter)]) == 1 else (-1,)
-        found[home + 1].setdefault(parameter.dtype, []).append(place)
-    return [list(of_layer.values()) for of_layer in found]
 
 
 def _tensors(*trees: Any) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from hetseq.checkpoint import TensorSlice
 from hetseq.comm.group import Group
 from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.optimizer_trial import inner_optimizers, try_out, walk
+from hetseq.parallel.owned_names import OwnedNames
 from hetseq.parallel.owned_units import Fragment, OwnedUnits
 from hetseq.parallel.state_move import Held, move
 
@@ -27,10 +28,13 @@ _NO_CUT = -1  # of a whole state: no generation has cut it
 class OwnedState:
     """Connects an optimizer with the fragments of one rank.
 
-    `optimizer` has the parameters of the model in its groups, all of which `reducer` knows.
+    `optimizer` has the parameters of the model in its groups, all of which `reducer` knows. Frozen ones
+    have an owner, but no state, and need not be in a group.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: OwnedNames | Mapping[torch.nn.Parameter, str]) -> None:
+        self.described = names if isinstance(names, OwnedNames) else OwnedNames(names)
+        names = self.described.by_parameter
         self.optimizer, self.names = optimizer, dict(names)
         #: the parameters of each group, as the builder gave them
         self._members = [list(group["params"]) for group in optimizer.param_groups]
@@ -52,12 +56,22 @@ class OwnedState:
         self._common_keys = manner.common_keys
 
     @classmethod
-    def of_whole(cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> OwnedState:
+    def of_whole(cls, optimizer: torch.optim.Optimizer, names: OwnedNames) -> OwnedState:
         """What a rank holds that has all of the state, before a generation whose ranks own parts of it."""
         owned = cls(optimizer, names)
-        owned.fragments = {name: Fragment(one, 0, one.numel(), one) for one, name in names.items() if one.numel()}
+        owned.fragments = {name: Fragment(one, 0, one.numel(), one) for one, name in owned.names.items() if one.numel()}
         owned.part, owned.cut = (owned.part[1], owned.part[1]), _NO_CUT
         return owned
+
+    @property
+    def trained(self) -> dict[torch.nn.Parameter, str]:
+        """The parameters that get gradients."""
+        return self.described.trained
+
+    @property
+    def base(self) -> frozenset[str]:
+        """The names of what no checkpoint holds."""
+        return self.described.base
 
     def group_of(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """The optimizer's group of each parameter of the model, also where this rank owns nothing of it."""
@@ -89,17 +103,24 @@ class OwnedState:
                 for value in self.optimizer.state.get(one.owned, {}).values()
                 if isinstance(value, torch.Tensor)
             )
-            self._counted = begun, moments + sum(2 * one.owned.nbytes for one in self.fragments.values())
+            frozen = self.described.frozen
+            self._counted = (
+                begun,
+                moments + sum((1 if name in frozen else 2) * one.owned.nbytes for name, one in self.fragments.items()),
+            )
         return self._counted[1]
 
     def slices(self) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
         """What this rank owns, by the names of a checkpoint: live slices of parameters and moments, and the numbers.
+        Not the base, which no checkpoint holds.
 
         State without a dimension, such as a counter of updates, is held by each rank that owns a part.
         """
         tensors: dict[str, HeldTensor] = {}
         numbers: dict[str, Any] = {}
         for name, one in self.fragments.items():
+            if name in self.base:
+                continue
             tensors[f"model.{name}"] = _slice_of(one.owned.detach(), one)
             for key, value in self.optimizer.state.get(one.owned, {}).items():
                 if not isinstance(value, torch.Tensor):

@@ -65,6 +65,8 @@ class Unit:
     indices: list[int]
     starts: list[int]  # of each parameter in the memory, in elements
     flat: torch.Tensor  # (elements,): all parameters, of other owners as copies
+    is_frozen: bool = False  # there are no gradients of it
+    is_base: bool = False  # frozen, and built by each rank from files of its own
     bounds: tuple[int, ...] = ()
     own: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): what this rank owns
     total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): sums of gradients
@@ -82,7 +84,8 @@ class OwnedUnits:
     """What `OwnedGradients` and `OwnedParameters` have in common.
 
     `.grad` of the `fragments` is the gradient of a step; the model's parameters have none. `groups` are the parameters
-    of each unit, by their places. Sums have the type `dtype` (default: the parameters' own).
+    of each unit, by their places. Sums have the type `dtype` (default: the parameters' own). The first `trained`
+    parameters get gradients (default: all), the others are frozen.
     """
 
     def __init__(
@@ -93,12 +96,14 @@ class OwnedUnits:
         division: Division,
         *,
         dtype: torch.dtype | None,
+        trained: int | None = None,
     ) -> None:
         """Move the parameters into memory of their units. Collective."""
         self.parameters, self.rank, self._group, self._dtype = list(parameters), group.rank, group, dtype
         self.exchange: SliceExchange = group.slices(self.parameters[0].device)
-        #: (parameters,): whether a gradient arrived on this rank in this step
-        self.used: npt.NDArray[np.bool_] = np.zeros(len(self.parameters), np.bool_)
+        self.trained = len(self.parameters) if trained is None else trained
+        #: (trained parameters,): whether a gradient arrived on this rank in this step
+        self.used: npt.NDArray[np.bool_] = np.zeros(self.trained, np.bool_)
         self.division = division
         self.ownership = ownership_of(self.parameters, groups, division)
         self._units: list[Unit] = []
@@ -109,7 +114,8 @@ class OwnedUnits:
             unit.is_on_host = not stays
             self._units.append(unit)
             self._divide(unit, bounds)
-        for unit, room in zip(self._units, _rooms([unit.flat.numel() for unit in self._units])):
+        summed = [unit for unit in self._units if not unit.is_frozen]
+        for unit, room in zip(summed, _rooms([unit.flat.numel() for unit in summed])):
             unit.room = room
         self._home = {index: (unit, place) for unit in self._units for place, index in enumerate(unit.indices)}
         # the parameters have left the memory in which they were made, and a rank that owns little never fills it again
@@ -120,14 +126,18 @@ class OwnedUnits:
         self._is_silent, self._is_finite_alone = False, True
         self._arrived = np.zeros(len(self.parameters), np.bool_)  # its gradient of the micro-batch
         self._lent = np.zeros(len(self.parameters), np.bool_)
-        self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self.parameters)}
+        self._lenders = {
+            id(p): functools.partial(self._lend, index) for index, p in enumerate(self.parameters[: self.trained])
+        }
         self._active: Sequence[int] = ()  # the ranks that compute samples
         self._pause: Pause = nullcontext
-        self._window = _AT_ONCE * max((unit.flat.numel() for unit in self._units), default=0)
+        self._window = _AT_ONCE * max((unit.flat.numel() for unit in summed), default=0)
         self._travelling: deque[Unit] = deque()  # whose gradients have been sent, and may not have arrived
         self._counted = (0, 0)  # bytes sent and received at the last call of `traffic`
         self._hooks = [
-            _hooked(parameter, functools.partial(self._gradient_arrived, index))
+            _hooked(
+                parameter, functools.partial(self._gradient_arrived if index < self.trained else self._refuse, index)
+            )
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -226,7 +236,8 @@ class OwnedUnits:
         unit.bounds = bounds
         first, last = bounds[self._group.rank], bounds[self._group.rank + 1]
         unit.own = self._take_own(unit, first, last)
-        unit.total = torch.zeros(last - first, dtype=self._dtype or unit.flat.dtype, device=unit.own.device)
+        summed = 0 if unit.is_frozen else last - first
+        unit.total = torch.zeros(summed, dtype=self._dtype or unit.flat.dtype, device=unit.own.device)
         for start, index in zip(unit.starts, unit.indices):
             parameter = self.parameters[index]
             begin, end = max(start, first), min(start + parameter.numel(), last)
@@ -243,6 +254,10 @@ class OwnedUnits:
     # gradients
 
     def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _refuse(self, index: int, _parameter: torch.Tensor) -> None:
+        """Raise HetSeqError for the gradient of a frozen parameter."""
         raise NotImplementedError
 
     def _check_not_sent(self, unit: Unit) -> None:
@@ -306,7 +321,7 @@ class OwnedUnits:
     def _show_sums(self) -> None:
         """Set `.grad` of what this rank owns."""
         for unit in self._units:
-            for fragment, place in unit.fragments:
+            for fragment, place in () if unit.is_frozen else unit.fragments:
                 own = unit.total[place]
                 own = own if own.dtype == fragment.owned.dtype else own.to(fragment.owned.dtype)
                 fragment.owned.grad = own.as_strided(fragment.owned.shape, fragment.owned.stride())

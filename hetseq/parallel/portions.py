@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hetseq.comm.group import Group
+from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.replica import Replica, trained_parameters
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -25,7 +26,7 @@ MOST_BYTES = 64 << 20  # of a message with state, unless a tensor that is no par
 
 @dataclass(frozen=True)
 class Portion:
-    """Elements of one trained parameter that a rank gives: `begin` to `end`, in row-major order."""
+    """Elements of one parameter that a rank gives: `begin` to `end`, in row-major order."""
 
     name: str
     begin: int
@@ -41,7 +42,7 @@ class Portion:
 def portions_of(replica: Replica, group: Group) -> list[Portion]:
     """What this rank gives. The portions of all ranks together are everything that is trained."""
     if replica.owned is not None:
-        return [Portion(name, one.begin, one.end, one.owned) for name, one in replica.owned.fragments.items()]
+        return [one for one in _owned_portions(replica.owned) if one.name not in replica.owned.described.frozen]
     trained, start = trained_parameters(replica.model), 0
     total = sum(parameter.numel() for _, parameter in trained)
     first, last = (total * rank // group.world_size for rank in (group.rank, group.rank + 1))
@@ -52,6 +53,18 @@ def portions_of(replica: Replica, group: Group) -> list[Portion]:
             found.append(Portion(name, begin, end, parameter))
         start += parameter.numel()
     return found
+
+
+def frozen_portions_of(replica: Replica) -> list[Portion]:
+    """What this rank owns of frozen parameters that a checkpoint holds; nothing where they have no owners."""
+    if replica.owned is None:
+        return []
+    described = replica.owned.described
+    return [one for one in _owned_portions(replica.owned) if one.name in described.frozen - described.base]
+
+
+def _owned_portions(owned: OwnedState) -> list[Portion]:
+    return [Portion(name, one.begin, one.end, one.owned) for name, one in owned.fragments.items()]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ are `model.<fqn>` and `optim.<fqn>.<state>`, so a checkpoint never depends on th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +24,8 @@ from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import GradientSync
-from hetseq.parallel.owned_parameters import OwnedParameters
+from hetseq.parallel.owned_names import is_dense
+from hetseq.parallel.owned_parameters import Fill, OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.task_state import TaskState
@@ -52,8 +53,8 @@ class Replica:
         self.owned = owned
         self._is_first_update = True
         self._groups: list[dict[str, Any]] = []  # of the optimizer, by parameter
-        trained = trained_parameters(model) if owned is None else [(name, one) for one, name in owned.names.items()]
-        self._by_name = dict(trained)
+        trained = {one: name for name, one in trained_parameters(model)} if owned is None else owned.trained
+        self._by_name = {name: one for one, name in trained.items()}
         self._names = {parameter: name for name, parameter in self._by_name.items()}
 
     @property
@@ -168,7 +169,7 @@ class Replica:
         live = self.model_tensors()
         if self.owned is None:
             return live
-        divided = {f"model.{name}" for name, one in self._by_name.items() if one.numel()}
+        divided = {f"model.{name}" for one, name in self.owned.names.items() if one.numel()}
         return {name: tensor for name, tensor in live.items() if name not in divided}
 
     def common_optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -201,6 +202,12 @@ class Replica:
             return self.owned.is_divided(key, value, parameter)
         return value.dim() > 0 and value.shape == parameter.shape
 
+    def take_base(self, build: Callable[[], Fill]) -> None:
+        """Take what this rank owns of the base again, from what `build` builds. Local to each rank."""
+        if self.owned is not None and self.owned.base & self.owned.fragments.keys():
+            assert isinstance(self.reducer, OwnedParameters)
+            self.reducer.take_base(build())
+
     def is_owner(self, rank: int) -> bool:
         """Whether a rank owns a part of the state that no other rank has."""
         return isinstance(self.reducer, OwnedUnits) and self.reducer.ownership.owned_by(rank) > 0
@@ -216,11 +223,12 @@ class Replica:
         return self.owned.take_over_(self.reducer, group, cut=group.generation)
 
     def changed_by_forward(self) -> set[str]:
-        """The names in `model_tensors` that an update does not touch: buffers and untrained parameters."""
-        return self.model_tensors().keys() - {f"model.{name}" for name in self._names.values()}
+        """The names in `model_tensors` that forward may change: buffers, and untrained parameters without owners."""
+        owned = self._names if self.owned is None else self.owned.names
+        return self.model_tensors().keys() - {f"model.{name}" for name in owned.values()}
 
     def frozen_tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters that are not trained, by the names of `model_tensors`, live."""
+        """The parameters that are not trained and have no owners, by the names of `model_tensors`, live."""
         untrained, buffers = self.changed_by_forward(), self.buffer_tensors()
         return {name: one for name, one in self.model_tensors().items() if name in untrained and name not in buffers}
 
@@ -268,7 +276,7 @@ class Replica:
             for name, live in common.items():
                 if not _is_same_memory(live, tensors[name]):
                     live.copy_(tensors[name])
-            for name in self.owned.fragments:
+            for name in self.owned.fragments.keys() - self.owned.base:
                 self.owned.load_parameter_(name, tensors[f"model.{name}"])
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
@@ -379,7 +387,8 @@ def begin_alike_(replica: Replica, group: Group) -> None:
     model = replica.model
     kept = {id(parameter) for parameter in base_parameters(model).values()}
     if not replica.has_parameters:
-        kept |= {id(parameter) for parameter in replica.trained}
+        assert replica.owned is not None
+        kept |= {id(parameter) for parameter in replica.owned.names}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) in kept:
@@ -412,21 +421,11 @@ def check_model(model: torch.nn.Module) -> None:
             )
     # state_dict leaves out non-persistent buffers, which nothing is copied into
     for name, value in model.state_dict(keep_vars=True).items():
-        if not _is_dense(value):
+        if not is_dense(value):
             raise TaskError(
                 f"{name} of shape {tuple(value.shape)} has strides {value.stride()}: its elements share memory or leave"
                 " gaps; make it dense with .contiguous()"
             )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether each element appears once and without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

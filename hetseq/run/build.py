@@ -47,6 +47,7 @@ from hetseq.run.announcements import (
     warn_of_batch_norm,
     warn_of_carried_state,
 )
+from hetseq.run.base_again import base_again
 from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.image_making import make_images
@@ -248,6 +249,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     if job.succession is not None:
         if job.succession.record.image:
             inherited = go_back(job.succession, replica, provenance, job.directory_group, images)
+            replica.take_base(functools.partial(base_again, config, job.material))
         else:
             inherited = hand_over(job.succession, replica, provenance, job.directory_group)
         state, provenance = inherited.state, inherited.provenance

@@ -30,11 +30,13 @@ from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.parallel.base_parameters import check_same_base
-from hetseq.parallel.delayed_init import make_present_
+from hetseq.parallel.delayed_init import is_absent, make_present_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
+from hetseq.parallel.host_numbers import HostNumbers
+from hetseq.parallel.owned_names import OwnedNames, owned_names
 from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_units import Division
-from hetseq.parallel.replica import check_fit, load_model_, model_tensors, trained_parameters
+from hetseq.parallel.replica import check_fit, load_model_, model_tensors
 from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.planning import make_validators
 from hetseq.run.rank_room import rooms_of_ranks
@@ -72,9 +74,10 @@ def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: G
     """Do the job; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
     whereabouts.enter(Phase.SWEEPING)
     group.deadline_s = config.distributed.step_deadline or _SILENCE_S
-    owned = _owned(config, material, group)
+    described = owned_names(material.model, with_frozen=True)
+    owned = _owned(config, material, group, described)
     rounds = NO_ROUNDS if owned is None else owned
-    step = _load(errand, config, material, group, owned)
+    step = _load(errand, config, material, group, owned, described)
     weights = _weights(config, group)
     lines = []
     for validator in make_validators(config, material):
@@ -91,26 +94,37 @@ def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: G
     return "\n".join(lines)
 
 
-def _owned(config: Config, material: LoadedTask, group: Group) -> OwnedParameters | None:
+def _owned(config: Config, material: LoadedTask, group: Group, described: OwnedNames) -> OwnedParameters | None:
     """Parameters that come and go, without values yet; None: each rank has all of them. Collective."""
-    model, layers, fill = material.model, material.layers, material.fill
-    trained = [parameter for _, parameter in trained_parameters(model)]
-    material.fill = None  # the numbers come from the checkpoint
+    model, layers, parameters = material.model, material.layers, list(material.model.parameters())
+    fill, material.fill = material.fill, None  # all numbers but those of the base come from the checkpoint
     is_whole = not layers
     if layers and config.distributed.shard_model == "auto":
-        rooms = rooms_of_ranks(trained, group, config.distributed, kind=-1, fraction=0.0)
-        is_whole = sum(one.nbytes for one in trained) <= USABLE * min(one.capacity for one in rooms)
+        rooms = rooms_of_ranks(parameters, group, config.distributed, kind=-1, fraction=0.0)
+        is_whole = sum(one.nbytes for one in parameters) <= USABLE * min(one.capacity for one in rooms)
     if is_whole:
         if fill is not None:
-            make_present_(trained)
+            absent = [one for one in parameters if is_absent(one)]
+            make_present_(absent)
+            fill(absent)
         return None
     weights = config.distributed.own_weights() or ()
     fractions = weights if len(weights) == group.world_size else (1.0,) * group.world_size
-    return OwnedParameters(model, layers, trained, group, Division(fractions), begins=False)
+    base = [one for one, name in described.by_parameter.items() if name in described.base]
+    if fill is None:
+        fill = HostNumbers(base, material.device, material.precision.storage, unchanged=base).fill
+    owned = OwnedParameters(model, layers, described, group, Division(fractions), begins=False)
+    owned.take_base(fill)
+    return owned
 
 
 def _load(
-    errand: InferenceJob, config: Config, material: LoadedTask, group: Group, owned: OwnedParameters | None
+    errand: InferenceJob,
+    config: Config,
+    material: LoadedTask,
+    group: Group,
+    owned: OwnedParameters | None,
+    described: OwnedNames,
 ) -> int:
     """Give the model, or what this rank owns of it, the weights of the checkpoint; the number of its step."""
     directory = RunDirectory(Path(errand.run))
@@ -122,7 +136,11 @@ def _load(
     if owned is None:
         loaded = manager.load(which, into=live)
     else:
-        own = {f"model.{name}": owned.own_fragments.get(at) for at, (name, _) in enumerate(trained_parameters(model))}
+        own = {
+            f"model.{name}": owned.own_fragments.get(at)
+            for at, name in enumerate(described.by_parameter.values())
+            if name not in described.base
+        }
 
         def wanted(outline: Loaded) -> dict[str, list[tuple[int, int]]]:
             check_fit(live, outline.tensors)
@@ -135,7 +153,7 @@ def _load(
         loaded = manager.load(which, into=common, wanted=wanted)
     if loaded is None:
         raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
-    check_same_base(material.model, loaded.state)
+    check_same_base(material.base, loaded.state)
     if owned is None:
         load_model_(material.model, loaded.tensors)
         return loaded.identity.step

@@ -22,14 +22,15 @@ from hetseq.data.loader import Source, place_on
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.activation_offload import ActivationOffload
-from hetseq.parallel.base_parameters import base_digest, check_base, move_
+from hetseq.parallel.base_parameters import base_digest, base_parameters, check_base, move_
 from hetseq.parallel.build_record import BuildRecord
 from hetseq.parallel.delayed_init import DelayedInit, cast_, make_absent_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.parallel.host_numbers import HostNumbers
 from hetseq.parallel.model_layers import AUTO, find_layers
 from hetseq.parallel.offload_tiers import DiskTier, HostTier
-from hetseq.parallel.replica import batch_norms, check_model, trained_parameters
+from hetseq.parallel.owned_names import owned_names
+from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.parallel.task_state import TaskState
 from hetseq.run.fingerprint import data_digest
 from hetseq.run.start_notes import kept_back
@@ -77,6 +78,8 @@ class LoadedTask:
     layers: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     #: gives parameters that have no memory yet their numbers, once they have; None afterwards, and for no such model
     fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+    #: the name of a base of which no rank has all in memory later; None: there is none
+    base_of_parts: str | None = None
 
     @property
     def terms_of_no_loss(self) -> tuple[str, ...]:
@@ -107,7 +110,7 @@ class LoadedTask:
     @functools.cached_property
     def base(self) -> str | None:
         """The name of the model's base, by its content. Computed once: a base does not change."""
-        return base_digest(self.model)
+        return base_digest(self.model) if self.base_of_parts is None else self.base_of_parts
 
     @functools.cached_property
     def part(self) -> str:
@@ -153,13 +156,15 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
     with kept_back() as start_notes:
         if config.distributed.delayed_init:
-            model, drawn = _built_without_memory(task, seed)
+            model, drawn = built_without_memory(task, seed)
         else:
             model = build_model(task)
     check_model(model)
     check_base(model)
-    layers = layers_of(model, config)
-    later = [one for _, one in trained_parameters(model)] if layers else []
+    layers, later, digest = layers_of(model, config), list[torch.nn.Parameter](), None
+    if layers:
+        later = list(owned_names(model, with_frozen=True).by_parameter)
+        digest = base_digest(model, None if drawn is None else drawn.in_turn(list(base_parameters(model).values())))
     if drawn is not None:
         cast_(model, precision.storage)
         kept = {id(one) for one in later}
@@ -167,7 +172,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         make_absent_(later, device)
         fill = drawn.fill if later else None
     elif later and _is_beside_host(device):
-        fill = HostNumbers(later, device, precision.storage).fill
+        fill = HostNumbers(later, device, precision.storage, unchanged=base_parameters(model).values()).fill
     move_(model, device, precision.storage)
     if config.memory.checkpoint_modules:
         names = checkpoint_activations(model, config.memory.checkpoint_modules)
@@ -175,6 +180,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     material = LoadedTask(
         task, train, valid, model, terms, place, seed, device, precision, split=config.data.train_subset,
         start_notes=start_notes, offload=_offload_of(config.memory, model, device), layers=layers, fill=fill,
+        base_of_parts=digest,
     )  # fmt: skip
     if fill is None and config.distributed.shard_model != "all":  # else tried when ranks can get the parameters
         material.try_out()
@@ -207,7 +213,7 @@ def _is_beside_host(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _built_without_memory(task: Task, seed: int) -> tuple[torch.nn.Module, DelayedInit]:
+def built_without_memory(task: Task, seed: int) -> tuple[torch.nn.Module, DelayedInit]:
     """The model with its parameters on "meta", and the functions that draw them. Raises TaskError."""
     record = BuildRecord(task)
     with record.building():

@@ -20,13 +20,14 @@ from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
-from hetseq.parallel.delayed_init import make_present_
+from hetseq.parallel.delayed_init import is_absent, make_present_
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
+from hetseq.parallel.model_layers import groups_of
 from hetseq.parallel.owned_gradients import OwnedGradients, units_of
-from hetseq.parallel.owned_parameters import OwnedParameters, groups_of
+from hetseq.parallel.owned_names import OwnedNames, owned_names
+from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import Division, OwnedUnits, ownership_of
-from hetseq.parallel.replica import trained_parameters
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.rank_room import (
     RankRoom,
@@ -80,33 +81,40 @@ def make_reducer(
     material.fill = None  # in a later generation the owners have the numbers
     earlier = None if before is None else before.owned
     # what has owners does not change when a task freezes some of it
-    names = earlier.names if earlier else {parameter: name for name, parameter in trained_parameters(model)}
-    parameters, bucket_bytes = list(names), int(config.bucket_cap_mb * _MIB)
-    groups = groups_of(model, layers, parameters) if layers else None
+    described = owned_names(model, with_frozen=bool(layers)) if earlier is None else earlier.described
+    bucket_bytes, groups = int(config.bucket_cap_mb * _MIB), None
+    if layers:
+        groups = groups_of(model, layers, list(described.by_parameter), len(described.trained))
     kind, rooms, is_wide = config.shard_model, list[RankRoom](), config.reduce_dtype is not None
     if kind != "none":
         number = -1 if before is None else SHARD_MODELS.index(before.kind)
         fraction = 0.0 if earlier is None else earlier.fraction
-        rooms = rooms_of_ranks(parameters, group, config, kind=number, fraction=fraction)
+        rooms = rooms_of_ranks(list(model.parameters()), group, config, kind=number, fraction=fraction)
     if kind == "auto":
         number = max(one.kind for one in rooms)  # a rank that joins brings none
-        everything = memory_of(parameters, groups, is_wide=is_wide)
+        everything = memory_of(model, described, groups, is_wide=is_wide)
         kind = SHARD_MODELS[number] if number >= 0 else _chosen(rooms, everything, group)
-        if kind != "all" and parameters[0].device.type == "cpu":
+        if kind != "all" and next(model.parameters()).device.type == "cpu":
             keep_freed_memory()  # loading made way for parameters that come and go
-    if kind != "all" and fill is not None:
-        make_present_(parameters)
-        fill(parameters)
+    if kind != "all":
+        groups = None
+        described = owned_names(model, with_frozen=False) if earlier is None else described
+        if fill is not None:
+            absent = [parameter for parameter in model.parameters() if is_absent(parameter)]
+            make_present_(absent)
+            fill(absent)
+    names, parameters = described.by_parameter, list(described.by_parameter)
     if kind == "none":
         return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
-    memory = memory_of(parameters, groups if kind == "all" else None, is_wide=is_wide)
+    memory = memory_of(model, described, groups, is_wide=is_wide)
     fractions, room = _divide(rooms, config, memory, slots)
-    owned, cuts_tensors = _owned_alike(model, optimizer, names, earlier, group)
-    on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory)
+    owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
+    elements = sum(parameter.numel() for parameter in parameters)
+    on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
     division = Division(fractions, cuts_tensors, on_device)
     if is_first:
         units = units_of(parameters, bucket_bytes)
-        if kind == "all" and groups is not None:
+        if groups is not None:
             units = [unit for of_layer in groups for unit in of_layer]
         ownership = ownership_of(parameters, units, division)
         lacking = _lacking_room(ownership, room, memory.bytes)
@@ -117,7 +125,7 @@ def make_reducer(
     if kind == "all":
         owned.has_layers, owned.earlier = True, {} if is_first else owned.held()
         begins = is_first and (fill or True)
-        reducer = OwnedParameters(model, layers, parameters, group, division, dtype=dtype, begins=begins)
+        reducer = OwnedParameters(model, layers, described, group, division, dtype=dtype, begins=begins)
     else:
         reducer = OwnedGradients(
             parameters, group, division, bucket_bytes=bucket_bytes, dtype=dtype, moved=owned.follow_
@@ -153,7 +161,7 @@ def warn_of_no_save(owned: OwnedState | None, group: Group, *, makes_images: boo
 def _owned_alike(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.nn.Parameter, str],
+    names: OwnedNames,
     earlier: OwnedState | None,
     group: Group,
 ) -> tuple[OwnedState, bool]:
@@ -164,7 +172,7 @@ def _owned_alike(
     owned, refusal = earlier, None
     try:
         if owned is None:
-            refuse_shared_memory(model, names)
+            refuse_shared_memory(model, names.by_parameter)
             owned = OwnedState(optimizer, names)
     except ConfigError as error:
         refusal = error
@@ -191,11 +199,11 @@ def _divide(
     return own_fractions(room, [one.is_stable for one in rooms], memory.bytes), room
 
 
-def _device_elements(room: RankRoom, device_room_bytes: int, memory: StateMemory) -> int | None:
-    """How many of its own elements a rank keeps on its device; None: all of them."""
+def _device_elements(room: RankRoom, device_room_bytes: int, memory: StateMemory, elements: int) -> int | None:
+    """How many of its own elements a rank keeps on its device, of a model of `elements`; None: all of them."""
     if not room.host_room or not memory.has_layers:
         return None
-    return device_room_bytes * memory.model.parameters // max(1, memory.bytes)
+    return device_room_bytes * elements // max(1, memory.bytes)
 
 
 def _lacking_room(ownership: Ownership, room_bytes: Sequence[int], state_bytes: int) -> list[str]:

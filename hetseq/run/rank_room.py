@@ -20,6 +20,7 @@ from hetseq.balance.memory_plan import USABLE, ModelMemory
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.parallel.delayed_init import is_absent
+from hetseq.parallel.owned_names import OwnedNames
 from hetseq.system import device_memory, host_memory
 
 _WIDE = 8  # bytes of a number in double precision
@@ -41,29 +42,35 @@ class StateMemory:
 
 
 def memory_of(
-    parameters: Sequence[torch.nn.Parameter], groups: Sequence[list[list[int]]] | None, *, is_wide: bool
+    model: torch.nn.Module, described: OwnedNames, groups: Sequence[list[list[int]]] | None, *, is_wide: bool
 ) -> StateMemory:
     """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay.
 
-    `is_wide`: gradients are summed in double precision.
+    `described`: what has owners, or what is trained. `is_wide`: gradients are summed in double precision.
     """
+    parameters, trained = list(described.by_parameter), len(described.trained)
     itemsize = parameters[0].element_size()
     wide = 2 if is_wide and itemsize < _WIDE else 1
-    sizes = [sum(parameters[index].numel() for group in of_layer for index in group) for of_layer in groups or ()]
-    model = ModelMemory(
-        sum(parameter.numel() for parameter in parameters),
+    sizes = np.zeros((len(groups or ()), 2), np.int64)  # of the root and each layer: bytes of all, and of trained ones
+    for size, of_layer in zip(sizes, groups or ()):
+        for index in (index for group in of_layer for index in group):
+            size += parameters[index].nbytes, parameters[index].nbytes if index < trained else 0
+    known = set(parameters[:trained])
+    memory = ModelMemory(
+        sum(parameter.numel() for parameter in parameters[:trained]),
         compute_bytes_per_parameter=itemsize,
         optimizer_bytes_per_parameter=2 * itemsize,
         gradient_bytes_per_parameter=itemsize,
+        frozen_bytes=sum(one.nbytes for one in model.parameters() if one not in known),
         layers=max(1, len(sizes) - 1),
-        root_parameters=sizes[0] if sizes else None,
+        root_parameters=int(sizes[0, 1]) // itemsize if groups else None,
     )
     if groups is None:
-        return StateMemory(model, model.gradient_bytes, has_layers=False)
-    root, largest = sizes[0], max(sizes[1:])
+        return StateMemory(memory, memory.gradient_bytes, has_layers=False)
+    root, largest = sizes[0].tolist(), sizes[1:].max(axis=0).tolist()
     # two layers and the root are whole; gradients of two units travel, beside what an owner receives of them
-    whole, gradients = 2 * largest + root, 2 * max(largest, root) + 2 * max(largest, root)
-    return StateMemory(model, (whole + wide * gradients) * itemsize, has_layers=True)
+    moving = 2 * largest[0] + root[0] + wide * 4 * max(largest[1], root[1])
+    return StateMemory(memory, moving, has_layers=True)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.checksums import checksums
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.layout import one_rank_each
+from hetseq.parallel.owned_names import owned_names
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.portions import Piece
 from hetseq.parallel.replica import Replica, trained_parameters
@@ -70,6 +71,9 @@ class Shadow:
         self._job = replace(job, config=replace(job.config, distributed=distributed, data=data))
         self._replica: Replica = build_replica(self._job, closing)
         override(self._replica.optimizer, job.config.checkpoint)
+        self._every = dict(job.material.model.named_parameters())
+        #: what has owners where ranks have some, by whether parameters come and go; a task may freeze some later
+        self._described = {has: owned_names(job.material.model, with_frozen=has) for has in (False, True)}
         #: by name, in the order of the ranks
         self._parameters = dict(trained_parameters(job.material.model))
         self._gradients: dict[str, Tensor] = {}
@@ -109,7 +113,7 @@ class Shadow:
         self._open.close()
         owned = None
         if self._has_owners:
-            owned = OwnedState.of_whole(optimizer, {one: name for name, one in self._parameters.items()})
+            owned = OwnedState.of_whole(optimizer, self._described[self._has_layers])
             owned.has_layers = self._has_layers
         return KeptState(
             optimizer, state, self._provenance, self._saves, CostMeter(), self._due, tuple(self._rows), owned
@@ -259,10 +263,10 @@ class Shadow:
                 self._load_trained(piece, parts.view_of(memory, offset, piece))
 
     def _load_trained(self, piece: Piece, values: Tensor) -> None:
-        parameter = self._parameters[piece.name]
         if piece.kind == "param":
-            parts.put_(parameter.detach(), piece, values)
+            parts.put_(self._every[piece.name].detach(), piece, values)
             return
+        parameter = self._parameters[piece.name]
         state = self._replica.optimizer.state[parameter]
         if piece.shape is not None:
             state[piece.key] = values.clone().view(piece.shape)

@@ -190,7 +190,8 @@ class ShadowFeed:
 
     def _state(self, controller: Controller, rows: Sequence[Row], *, known: Mapping[str, int]) -> StateMessage:
         """The state of this rank's portion; rank zero's without the frozen parameters whose checksums are `known`."""
-        pieces, numbers = parts.state_pieces(self._replica, self._portions)
+        portions = [*self._portions, *parts.frozen_portions_of(self._replica)]
+        pieces, numbers = parts.state_pieces(self._replica, portions)
         device = next(iter(self._replica.model.parameters())).device
         header: dict[str, Any] = {"kind": "state", "step": self._lineage.step, "numbers": numbers}
         if self._rank == 0:

@@ -134,7 +134,13 @@ class ReplicaCheck:
 
         Where ranks own parts of the state, only the parameters are on several of them, or not even these.
         """
-        base = {f"model.{name}": tensor.detach() for name, tensor in base_parameters(self._replica.model).items()}
+        owned = self._replica.owned
+        kept = frozenset[str]() if owned is None else owned.base
+        base = {
+            f"model.{name}": tensor.detach()
+            for name, tensor in base_parameters(self._replica.model).items()
+            if name not in kept
+        }
         live = self._replica.model_tensors() if self._replica.has_parameters else self._replica.common_model_tensors()
         tensors, texts = {**base, **live}, dict[str, str]()
         if self._replica.owned is not None:

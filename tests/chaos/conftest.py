@@ -46,3 +46,9 @@ def undisturbed(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
 def undisturbed_layers(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     """The run of one device with the model of `--shard-model all`."""
     return calm_run(chaos, tmp_path_factory.mktemp("undisturbed-layers"), has_layers=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_base(chaos: Chaos, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The same with a layer that is frozen, whose weights no checkpoint holds."""
+    return calm_run(chaos, tmp_path_factory.mktemp("undisturbed-base"), has_layers=True, has_base=True)

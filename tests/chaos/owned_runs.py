@@ -108,9 +108,9 @@ class Calm:
     samples_of: list[set[int]]  # of each step
 
 
-def calm_run(chaos: Chaos, folder: Path, *, has_layers: bool = False) -> Calm:
-    """The run of one device, undisturbed."""
-    outcome = chaos.run(ranks=1, steps=STEPS, task=write_task(folder / "watched", computing=1, has_layers=has_layers))
+def calm_run(chaos: Chaos, folder: Path, **kinds: bool) -> Calm:
+    """The run of one device, undisturbed; `kinds` as for `write_task`."""
+    outcome = chaos.run(ranks=1, steps=STEPS, task=write_task(folder / "watched", computing=1, **kinds))
     assert outcome.code == 0, outcome.said
     (computed,) = read_computed(folder / "watched")
     (forwards,) = computed.lives

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
+from hetseq.checkpoint.images import free_images
+from hetseq.errors import EXIT_FAILED
+from hetseq.run_directory import RunDirectory
 from hetseq.testing import Faults
 from tests.chaos.owned_runs import IN_LAYERS, RECOVERIES, Calm, Run
 from tests.chaos.runs import Chaos
 from tests.chaos.test_image_kills import IN_MEMORY, check_each_goes_back_in_place, check_no_checkpoint_is_opened
 from tests.chaos.test_owned_kills import SAVING, check_each_costs_one_step, check_each_goes_back
 from tests.support.nightly import nightly
+from tests.support.watched import LAYERS as WATCHED_LAYERS
+from tests.support.watched import write_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -75,6 +80,48 @@ def test_a_rank_that_owns_nothing_costs_one_step_wherever_it_is_killed(
     faults = in_turn(1, SOME_LAYERS)
     run = Run(chaos, tmp_path, faults, own=own, task=task(shares_memory), **SAVING)
     check_each_costs_one_step(run, undisturbed_layers)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+def test_an_owner_of_frozen_weights_that_no_checkpoint_holds_is_killed(
+    chaos: Chaos, undisturbed_base: Calm, tmp_path: Path
+) -> None:
+    faults = in_turn(1, [("layer_forward", 2), ("layer_backward", 1), ("commit", 0)])
+    run = Run(chaos, tmp_path, faults, own="1,1,1", task=task(True, are_nodes=True, has_base=True), **IN_MEMORY)
+    check_each_goes_back_in_place(run, undisturbed_base)
+    assert run.said.count("are built again, for what a lost rank owned of them") >= len(run.kills)
+
+
+@pytest.mark.fault("FT-1")
+def test_so_it_is_where_no_image_is_made(chaos: Chaos, undisturbed_base: Calm, tmp_path: Path) -> None:
+    faults = in_turn(2, [("layer_sum", 0), ("commit", 0)])
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(False, has_base=True), **SAVING)
+    check_each_goes_back(run, undisturbed_base)
+
+
+@pytest.mark.fault("FT-1")
+@pytest.mark.usefixtures("undisturbed_base")  # its processes are warm
+def test_a_run_ends_in_words_if_the_frozen_weights_cannot_be_built_again(chaos: Chaos, tmp_path: Path) -> None:
+    kinds = task(True, has_base=True, base_changes=True)
+    name = write_task(tmp_path / "watched", computing=3, **kinds)
+    found = chaos.run(
+        faults=Faults().kill(rank=1).at(step=19, phase="layer_backward").text(), task=name, ranks=3, steps=100,
+        balance="5,4,3", own="1,1,1", shard_model="all", shard_modules=WATCHED_LAYERS, step_deadline=60, **IN_MEMORY,
+    )  # fmt: skip
+    free_images(RunDirectory(chaos.newest).run_id, chaos.newest)  # which stay for the next start
+    assert found.code == EXIT_FAILED
+    assert "a rank is lost that owned a part of the frozen weights" in found.said
+    assert "in their place now: bring back the files of the start" in found.said
+
+
+@pytest.mark.fault("FT-1")
+def test_a_rank_without_frozen_weights_of_its_own_is_killed(
+    chaos: Chaos, undisturbed_base: Calm, tmp_path: Path
+) -> None:
+    faults = in_turn(1, [("layer_forward", 2), ("commit", 0)])
+    run = Run(chaos, tmp_path, faults, own="2,0,1", task=task(True, has_base=True), **SAVING)
+    check_each_costs_one_step(run, undisturbed_base)
+    assert "are built again" not in run.said
 
 
 @pytest.mark.nightly

@@ -65,10 +65,9 @@ def begin(group: Group, save_dir: str, words: list[str]) -> Begun:
     replica = session.controller.replica
     try:
         model = replica.model
-        found = whole_parameters(replica) if replica.owned is not None else {}
-        for name, parameter in model.named_parameters():
-            if replica.owned is None or not parameter.requires_grad:
-                found[name] = parameter.detach().clone()
+        found = whole_parameters(replica, with_frozen=True) if replica.owned is not None else {}
+        for name, parameter in model.named_parameters() if replica.owned is None else ():
+            found[name] = parameter.detach().clone()
         session.train()
         shared = [name for name, one in model.named_parameters(remove_duplicate=False) if "tokens" in name]
         kernel = replica.optimizer.param_groups[0].get("fused")

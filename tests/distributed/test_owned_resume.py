@@ -56,7 +56,7 @@ class Layout:
 
     def words(self) -> list[str]:
         owners = [] if self.own is None else ["--shard-model", self.kind, "--own", self.own]
-        owners += ["--shard-modules", "first,last"] if self.kind == "all" else []
+        owners += ["--shard-modules", "first,still,last"] if self.kind == "all" else []
         return ["--balance", self.balance, *owners]
 
 
@@ -77,7 +77,7 @@ IN_ONE_ORDER = [("3:1", "server"), ("3 replicas", "6:2:1")]
 
 
 class Mixed(toys.Toy):
-    """A net with a frozen layer, a parameter without dimensions, and matrices that are cut inside."""
+    """A net with a frozen layer, scalars of which one is frozen, and matrices that are cut inside."""
 
     def rows(self) -> toys.Batch:
         generator = torch.Generator().manual_seed(5)
@@ -87,6 +87,7 @@ class Mixed(toys.Toy):
     def build_model(self) -> nn.Module:
         model = nn.ModuleDict({"first": nn.Linear(16, 48), "still": nn.Linear(48, 48), "last": nn.Linear(48, 10)})
         model.register_parameter("scale", nn.Parameter(torch.tensor(0.7)))
+        model.register_parameter("shift", nn.Parameter(torch.tensor(0.1), requires_grad=False))
         model["still"].requires_grad_(False)
         return model
 
@@ -94,7 +95,7 @@ class Mixed(toys.Toy):
         return None  # the one that --optimizer names
 
     def loss(self, model: Any, sample: Any) -> dict[str, torch.Tensor]:
-        hidden = torch.tanh(model["still"](torch.tanh(model["first"](sample["x"]))))
+        hidden = torch.tanh(model["still"](torch.tanh(model["first"](sample["x"]))) + model.shift)
         return {"loss": F.cross_entropy(model["last"](hidden) * model.scale, sample["y"], reduction="sum")}
 
 
@@ -230,7 +231,7 @@ def test_every_layout_reads_every_checkpoint_to_the_bit(matrix: Matrix, source: 
     courses = matrix.resumed[source, target]
     found, saved = whole([course.begun for course in courses]), matrix.saved[source]
     assert found.keys() == saved.keys()
-    assert {"model.scale", "model.still.weight", "model.first.weight"} <= saved.keys()
+    assert {"model.scale", "model.shift", "model.still.weight", "model.first.weight"} <= saved.keys()
     assert any(name.startswith("optim.first.weight.") for name in saved)
     assert [name for name in saved if not torch.equal(found[name], saved[name])] == []
     own = LAYOUTS[target].own

@@ -23,6 +23,7 @@ from hetseq.errors import EXIT_DONE, EXIT_STOPPED
 from hetseq.monitor.metrics import read_rows
 from tests.support.commands import ROOT
 from tests.support.hosts import Host, some_hosts
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Process, Stock
 from tests.support.places import free_port
 from tests.support.tiny_models import SENTENCES, publish
@@ -81,8 +82,10 @@ def lab(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 
 @pytest.mark.netns
 @pytest.mark.timeout(300)
+# with owners fewer rounds, in each of which the base travels twice
+@pytest.mark.parametrize("owners", [[], *nightly(["--shard-model", "all", "--own", "2,1,1", "--batch-size", "24"])])
 def test_a_node_leaves_and_returns_and_the_curve_and_adapters_are_those_of_one_device(
-    nodes: Nodes, lab: tuple[Sequence[Host], list[Process]], published: Path
+    nodes: Nodes, lab: tuple[Sequence[Host], list[Process]], published: Path, owners: list[str]
 ) -> None:
     hosts, processes = lab
     run, port = nodes.folder / "run", free_port()
@@ -90,7 +93,7 @@ def test_a_node_leaves_and_returns_and_the_curve_and_adapters_are_those_of_one_d
     def start(rank: int) -> Node:
         place = ["--distributed-init-method", f"tcp://{hosts[0].address}:{port}", "--distributed-world-size", 3]
         mine = ["--distributed-rank", rank, "--ranks", 1, "--throttle", THROTTLE, "--max-update", 100_000]
-        return nodes.start(*words(published), *place, *mine, "--save-dir", run, process=processes[rank])
+        return nodes.start(*words(published), *owners, *place, *mine, "--save-dir", run, process=processes[rank])
 
     def wait_for_steps(count: int, world_size: int) -> None:
         def look() -> bool:

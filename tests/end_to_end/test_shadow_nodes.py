@@ -43,6 +43,21 @@ class Wide(Ledger):
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(8, {UNITS}), torch.nn.Tanh(), torch.nn.Linear({UNITS}, 1))
 """
+OVER_BASE = """
+import torch
+from tests.chaos.ledger_task import Ledger
+
+class OverBase(Ledger):
+    def build_model(self):
+        layers = [torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)]
+        model = torch.nn.Sequential(*layers)
+        model[2].double().requires_grad_(False)
+        model.register_state_dict_post_hook(leave_out)
+        return model
+
+def leave_out(model, state, prefix, _):
+    state.pop(prefix + "2.weight")
+"""
 SLOWLY = ("--throttle", "0:30,1:30")  # so that other processes start while these two ranks train
 NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # a state that no process has is lost
 
@@ -170,6 +185,26 @@ def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
     course.wait_for(course.step() + 10)
     course.kill(victim)
     assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    (taken,) = takeovers(course)
+    check_nothing_lost(course, taken)
+
+
+def test_so_it_is_with_an_owner_of_frozen_weights(nodes: Nodes) -> None:
+    task = nodes.folder / "over_base_task.py"
+    task.write_text(OVER_BASE)
+    words = ("--task", f"{task}:OverBase")
+    nodes.start(*WORDS, *words, "--ranks", 1, "--save-dir", nodes.folder / "calm", "--no-save")
+    (ended,) = nodes.finish()
+    assert ended.code == EXIT_DONE, ended.err
+    rows = map(json.loads, (nodes.folder / "calm" / "metrics.jsonl").read_text().splitlines())
+    calm = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    course = Course(nodes, *NO_STATE, *LAYERED[:-1], "0,2,3", *words)
+    both = course.start("--ranks", 2)
+    shadow = course.follow()
+    course.wait_for(course.step() + 10)
+    course.kill(0)
+    assert [ended.code for ended in nodes.finish(both, shadow)] == [EXIT_DONE] * 2, nodes.story()
     check_curve(course, calm)
     (taken,) = takeovers(course)
     check_nothing_lost(course, taken)

@@ -38,6 +38,7 @@ class OwnedFacts:
     norms: list[float] = field(default_factory=list)
     gradients: list[list[Piece | None]] = field(default_factory=list)  # by step, of what it owns
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
     state: list[Piece] = field(default_factory=list)  # the moments at the end
     owned: int = 0
     sent: list[int] = field(default_factory=list)  # bytes by step
@@ -159,6 +160,8 @@ def train_owned(
         facts.losses = [row["loss"] for row in recorder.rows]
         facts.norms = [row["grad_norm"] for row in recorder.rows]
         facts.parameters = whole_parameters(replica)
+        whole = whole_parameters(replica, with_frozen=True)
+        facts.frozen = {name: value for name, value in whole.items() if name not in facts.parameters}
         facts.owned = sum(one.end - one.begin for one in replica.owned.fragments.values())
         for name, one in replica.owned.fragments.items():
             for key, value in replica.optimizer.state[one.owned].items():
@@ -169,14 +172,14 @@ def train_owned(
         session.close()
 
 
-def whole_parameters(replica: Any) -> dict[str, torch.Tensor]:
-    """Copies of the trained parameters, by name. Every rank calls it."""
+def whole_parameters(replica: Any, *, with_frozen: bool = False) -> dict[str, torch.Tensor]:
+    """Copies of the trained parameters, or of all, by name. Every rank calls it."""
     reducer, named = replica.reducer, {}
     reducer.gather()
     with reducer.without_gradients(), reducer.round():
         run_all_layers_(reducer)
         for name, value in replica.model.named_parameters():
-            if value.requires_grad:
+            if value.requires_grad or with_frozen:
                 named[name] = value.detach().clone()
     return named
 

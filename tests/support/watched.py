@@ -31,7 +31,8 @@ from tests.support.watched import Watched
 class Run(Watched):
     folder, computing = Path({folder!r}), {computing}
     shares_memory, has_place_in_gather, pace_s = {shares_memory}, {has_place_in_gather}, {pace_s}
-    are_nodes, notes_opens, has_layers = {are_nodes}, {notes_opens}, {has_layers}
+    are_nodes, notes_opens, has_layers, has_base = {are_nodes}, {notes_opens}, {has_layers}, {has_base}
+    base_changes = {base_changes}
 """
 
 LAYERS = "layers.*"  # what --shard-modules takes
@@ -52,6 +53,19 @@ class Layers(torch.nn.Module):
         return hidden
 
 
+class OverBase(Layers):
+    """The second layer is frozen, and no checkpoint holds its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].double().requires_grad_(False)
+        self.register_state_dict_post_hook(_leave_out)
+
+
+def _leave_out(_model: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state.pop(f"{prefix}layers.1.weight")
+
+
 class Watched(Ledger):
     folder: ClassVar[Path]
     computing: ClassVar[int]  # ranks with samples
@@ -61,6 +75,9 @@ class Watched(Ledger):
     notes_opens: ClassVar[bool]  # writes down when a process of a rank opens a file of a checkpoint
     are_nodes: ClassVar[bool]  # each process keeps states in memory of its own, which no other process sees
     has_layers: ClassVar[bool]  # the model has `LAYERS`, and a parameter that is in none of them
+    has_base: ClassVar[bool]  # and a layer of it is frozen, see `OverBase`
+    base_changes: ClassVar[bool]  # a process that builds it again finds another one
+    builds: ClassVar[int] = 0  # in this process
     has_begun = False
 
     def build_model(self) -> torch.nn.Module:
@@ -74,6 +91,12 @@ class Watched(Ledger):
         if self.has_place_in_gather:
             for kind in (SharedSlices, TaggedSlices):
                 kind.gather = _with_place(kind.gather)  # type: ignore[method-assign]
+        if self.has_base:
+            Watched.builds += 1
+            model = OverBase()
+            if self.base_changes:
+                model.layers[1].weight.data += Watched.builds
+            return model
         return Layers() if self.has_layers else super().build_model()
 
     def update_step(self, num_updates: int) -> None:
@@ -123,6 +146,8 @@ def write_task(
     are_nodes: bool = False,
     notes_opens: bool = False,
     has_layers: bool = False,
+    has_base: bool = False,
+    base_changes: bool = False,
     pace_s: float = 0.1,
 ) -> str:
     """A task file for one run in `folder`, and what `--task` takes for it."""
@@ -130,7 +155,7 @@ def write_task(
     text = _TEXT.format(
         folder=str(folder), computing=computing, shares_memory=shares_memory,
         has_place_in_gather=has_place_in_gather, are_nodes=are_nodes, notes_opens=notes_opens,
-        has_layers=has_layers, pace_s=pace_s,
+        has_layers=has_layers, has_base=has_base, base_changes=base_changes, pace_s=pace_s,
     )  # fmt: skip
     (folder / "task.py").write_text(text)
     return f"{folder / 'task.py'}:Run"

@@ -20,7 +20,7 @@ from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.commands.checkpoints.model_card import Exported, model_card
 from hetseq.errors import ConfigError
 from hetseq.monitor.report.recorded import load_run
-from hetseq.parallel.base_parameters import check_same_base, move_
+from hetseq.parallel.base_parameters import base_digest, check_same_base, move_
 from hetseq.parallel.replica import load_model_
 from hetseq.run.start_notes import kept_back
 from hetseq.system.files import sync_file
@@ -65,7 +65,7 @@ def export_model(
     model.eval()
 
     def write(spans: Spans, folder: Path) -> Path:
-        check_same_base(model, spans.state)
+        check_same_base(base_digest(model), spans.state)
         names = [name for name in spans.specs if name.startswith("model.")]
         load_model_(model, {name: spans.whole(name) for name in names})
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]  # export may merge

@@ -34,7 +34,7 @@ _GROUP = (
     "name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link", "memory", "host_memory",
     "stable", "ranks_per_node",
 )  # fmt: skip
-_OF_MODEL = ("activation", "layers", "checkpointing", "offload")
+_OF_MODEL = ("activation", "frozen", "layers", "checkpointing", "offload")
 _OF_MEMORY = ("memory", "host_memory", "stable")
 _BUCKET = 25 * 2**20 // 4  # elements of the buckets of --bucket-cap-mb
 _LINK = ("mbit_per_s", "latency_ms")
@@ -135,6 +135,7 @@ def _memory(top: _Table, tables: Sequence[_Table], groups: Sequence[RankGroup]) 
         layers=top.whole("layers", least=1, most=_MOST_LAYERS, default=ModelMemory.layers),
         checkpoints=top.truth("checkpointing", default=False),
         offloads=top.truth("offload", default=False),
+        frozen_bytes=top.size("frozen", default=0),
     )
     return MemoryOnPaper(model, tuple(ranks), tuple(shown))
 

@@ -233,9 +233,11 @@ def layout_lines(layouts: ModelLayouts) -> list[str]:
         else:
             times = map(seconds_text, (one.step_s, one.compute_s, one.exchange_s))
             kinds.append((one.shard_model, *times, str(one.rounds), str(one.micro_batch)))
+    trained_bytes = model.parameter_bytes - model.frozen_bytes
+    frozen = f", over {in_words(model.frozen_bytes)} of frozen weights" if model.frozen_bytes else ""
     lines = [
-        f"a model of {model.parameters:,} parameters: {in_words(model.parameter_bytes)}, and"
-        f" {in_words(model.state_bytes)} of optimizer state and gradient sums",
+        f"a model of {model.parameters:,} parameters: {in_words(trained_bytes)}, and"
+        f" {in_words(model.state_bytes)} of optimizer state and gradient sums{frozen}",
         "",
         *table(kinds, left=(0,)),
     ]

@@ -470,3 +470,25 @@ def test_layouts_fit_cover_everything_once_and_send_what_is_received() -> None:
                         for own, left in zip(found.fractions, found.left_bytes) if own]  # fmt: skip
                 assert part == pytest.approx([part[0]] * len(part), abs=1e-6)
     assert min(seen.values()) > 50, seen
+
+
+def test_frozen_weights_are_whole_on_every_rank_unless_parameters_have_owners() -> None:
+    """A base of 7 billion weights in 16 bits under adapters of 20 million."""
+    plain = ModelMemory(20_000_000, layers=32)
+    lora = replace(plain, frozen_bytes=14 * GB)
+    assert lora.parameter_bytes - plain.parameter_bytes == 14 * GB
+    assert lora.state_bytes == plain.state_bytes
+    assert lora.owned_bytes("state") == plain.owned_bytes("state")
+    assert lora.owned_bytes("all") - plain.owned_bytes("all") == 14 * GB
+    assert lora.whole_bytes - plain.whole_bytes == round(14 * GB * 3 / 33)  # two layers and the root
+    ranks = [rank(8, 2.0), rank(12, 1.0)]
+    *_, small = candidates(ranks, plain, total=8)
+    none, state, whole = candidates(ranks, lora, total=8)
+    assert isinstance(none, Misfit)
+    assert isinstance(state, Misfit)
+    assert isinstance(whole, Layout)
+    assert isinstance(small, Layout)
+    assert sum(small.left_bytes) - sum(whole.left_bytes) == pytest.approx(14 * GB * (1 + 2 * 3 / 33), rel=1e-3)
+    assert sum(whole.sent_bytes) - sum(small.sent_bytes) == pytest.approx(
+        14 * GB * (1 + 31 / 33) * whole.rounds, rel=0.01
+    )

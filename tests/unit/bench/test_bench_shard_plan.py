@@ -14,8 +14,7 @@ import torch
 
 from hetseq.balance.memory_plan import Layout, Misfit, candidates, choose
 from hetseq.balance.shares import Cost
-from hetseq.parallel.model_layers import find_layers
-from hetseq.parallel.owned_parameters import groups_of
+from hetseq.parallel.model_layers import find_layers, groups_of
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 

@@ -64,7 +64,7 @@ def test_a_trained_parameter_outside_state_dict_is_refused() -> None:
 
 
 def test_a_checkpoint_names_its_base() -> None:
-    check_same_base(make(), {"base": base_digest(make())})
-    check_same_base(make(has_base=False), {})
+    check_same_base(base_digest(make()), {"base": base_digest(make())})
+    check_same_base(base_digest(make(has_base=False)), {})
     with pytest.raises(CheckpointMismatch, match=r"frozen weights 0123, the model here has [0-9a-f]{16}: name the"):
-        check_same_base(make(), {"base": "0123"})
+        check_same_base(base_digest(make()), {"base": "0123"})
