@@ -5,7 +5,7 @@ torch's `parallelize_module`. All ranks of the group compute the same rows. Para
 the others stay whole, with equal gradients on all ranks.
 
 A plan comes from the caller or a method `tensor_plan()` of the model; else transformers ships one for most of its
-models, and the one for GPT-2 is here. Its words are those of transformers: `colwise` divides the outputs of a linear
+models, and the one for GPT-2 is here. It uses the words of transformers: `colwise` divides the outputs of a linear
 layer, `rowwise` its inputs.
 """
 
@@ -115,9 +115,9 @@ def tensor_parallel_(model: nn.Module, mesh: DeviceMesh, *, seed: int, plan: Pla
     """Divide a model among the ranks of a mesh of one dimension, in place. Collective.
 
     Every rank gives the same whole model, on the device that computes, before activation checkpointing, compilation and
-    the optimizer. `seed` is that of the random numbers of divided activations (`tensor_randomness`); others come from
-    torch's generator, to which every rank must give the same seed in every micro-batch. `plan` is by default that of
-    `plan_of`. Ties are kept.
+    the optimizer. `seed` is for random numbers of divided activations (`tensor_randomness`); other numbers come from
+    torch's generator, to which every rank must give the same seed in every micro-batch. The default of
+    `plan` is `plan_of(model)`. Ties are kept.
 
     Raises ConfigError as `plan_of` and `check_plan`, and DisagreementError if the ranks' models differ.
     """
@@ -175,7 +175,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def _own_plan(model: nn.Module) -> Mapping[str, str]:
     """The plan that a model brings, or that is known here; empty if there is none."""
-    found = getattr(model, "_tp_plan", None)  # transformers has merged that of its configuration into it
+    found = getattr(model, "_tp_plan", None)  # transformers has merged the plan of its configuration into it
     if found:
         return dict(found)
     config: Any = getattr(model, "config", None)

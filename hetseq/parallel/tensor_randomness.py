@@ -38,7 +38,7 @@ def separate_randomness_(
 
 
 class _Region:
-    """The switch between the common random numbers and those of this rank."""
+    """The switch between the common random numbers and this rank's own."""
 
     def __init__(self, seed: int, device_type: str) -> None:
         self._seed, self._is_on_gpu = seed, device_type == "cuda"

@@ -1,8 +1,8 @@
 """Tensor parallelism of single modules that torch does not divide, or not exactly: styles for `parallelize_module`.
 
 Responsible for embeddings cut by vocabulary, the transposed linear layers (Conv1D) of GPT-2, and small parameters in
-the middle of what is divided. Each style keeps parameters as DTensors, whose whole tensors are those of the undivided
-model, and computes on local tensors. Communication is DTensor's: a sum in forward or in backward.
+the middle of divided layers. Each style keeps parameters as DTensors, whose whole tensors are equal to the tensors of
+the undivided model, and computes on local tensors. Communication is DTensor's: a sum in forward or in backward.
 """
 
 from __future__ import annotations

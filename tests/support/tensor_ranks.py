@@ -145,7 +145,7 @@ class Block(nn.Module):
 
 @dataclass
 class Dropped:
-    """Which elements a rank kept in the dropout inside and outside of what is divided, and its gradient."""
+    """Which elements a rank kept in the dropout inside and outside of divided layers, and its gradient."""
 
     inside: list[list[bool]]
     outside: list[list[bool]]
@@ -182,7 +182,7 @@ def _keep(kept: list[list[bool]], _: nn.Module, given: Any, result: Tensor) -> N
 
 
 def refuse(group: Any, folder: str) -> str:
-    """What a rank says whose model has other numbers than that of the first."""
+    """The error on a rank whose model has other numbers than the first rank's."""
     from hetseq.errors import DisagreementError
     from hetseq.parallel.tensor_parallel import plan_of, tensor_parallel_
 
