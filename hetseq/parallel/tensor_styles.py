@@ -120,13 +120,16 @@ def _divide_(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Place
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Context in which a module's forward finds the local tensors of its parameters."""
-    held = dict(module._parameters)
-    local: Mapping[str, Any] = {name: one if one is None else _local(one) for name, one in held.items()}
-    module._parameters.update(local)
+    # torch's FSDP keeps them as plain attributes while it has gathered them
+    homes: list[dict[str, Any]] = [module._parameters, module.__dict__]
+    held = [(home, name, one) for home in homes for name, one in home.items() if isinstance(one, DTensor)]
+    for home, name, parameter in held:
+        home[name] = _local(parameter)
     try:
         yield
     finally:
-        module._parameters.update(held)
+        for home, name, parameter in held:
+            home[name] = parameter
 
 
 def _local(parameter: Any) -> Tensor:

@@ -43,7 +43,10 @@ TENSOR_PARALLEL = ("hetseq/parallel/tensor_parallel.py", "hetseq/parallel/tensor
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves
 RANKS_OF_OTHERS = "hetseq/nebula/ranks.py"
+#: the same for SageMaker's calls, which give torch's FSDP its mesh
+FSDP_OF_OTHERS = ("hetseq/sagemaker/offload.py", "hetseq/sagemaker/ranks.py", "hetseq/sagemaker/sharding.py")
 MAY_READ_ENVIRONMENT = (
+    "hetseq/sagemaker/job.py",
     "hetseq/launch/launch.py",
     "hetseq/launch/worker_processes.py",
     "hetseq/system/started_by.py",
