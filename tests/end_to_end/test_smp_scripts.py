@@ -76,3 +76,9 @@ def test_a_model_with_tied_words_is_refused_beside_tensor_parallelism(tmp_path: 
     config = tmp_path / "tiny_llama" / "config.json"
     config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
     assert "are tied and divided, and FSDP would train them apart" in output(2, path)
+
+
+def test_offload_leaves_gathered_parameters_where_they_are_and_changes_no_bit() -> None:
+    said = output(2, ROOT / "tests" / "support" / "offloaded_units.py")
+    # the input of the model, and the result of each of the three units
+    assert re.findall(r"^rank [01]: (.*)$", said, re.MULTILINE) == ["gradients equal: True, tensors that left: 4"] * 2
