@@ -18,13 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from hetseq.errors import ConfigError, DisagreementError, few
 from hetseq.parallel.checksums import checksums
 from hetseq.parallel.tensor_randomness import separate_randomness_
-from hetseq.parallel.tensor_styles import ColumnsOfConv1D, RowsOfConv1D, SummedGradient, VocabularyRows
+from hetseq.parallel.tensor_styles import ColumnsOfConv1D, RowsOfConv1D, SummedGradient, VocabularyRows, sum_over_ranks
 
 Plan = dict[str, ParallelStyle]
 
@@ -100,7 +100,7 @@ def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
                 _check_divides(name, "a vocabulary", outputs, "words", degree)
             around = model.get_submodule(name.rpartition(".")[0])
             width = getattr(around, "head_dim", None)
-            if isinstance(width, int) and width > 0 and outputs % width == 0:
+            if _is_left_divided(style) and isinstance(width, int) and width > 0 and outputs % width == 0:
                 kind = "key-value" if _KEY_OR_VALUE.search(name.rpartition(".")[2]) else "attention"
                 _check_divides(name, f"{outputs // width} {kind} heads", outputs // width, "", degree)
             for attribute in _numbers_of_heads(around) if _is_left_divided(style) else ():
@@ -116,8 +116,8 @@ def tensor_parallel_(model: nn.Module, mesh: DeviceMesh, *, seed: int, plan: Pla
 
     Every rank gives the same whole model, on the device that computes, before activation checkpointing, compilation and
     the optimizer. `seed` is for random numbers of divided activations (`tensor_randomness`); other numbers come from
-    torch's generator, to which every rank must give the same seed in every micro-batch. The default of
-    `plan` is `plan_of(model)`. Ties are kept.
+    torch's generator, to which every rank must give the same seed in every micro-batch. The default of `plan` is
+    `plan_of(model)`. Ties are kept.
 
     Raises ConfigError as `plan_of` and `check_plan`, and DisagreementError if the ranks' models differ.
     """
@@ -130,7 +130,6 @@ def tensor_parallel_(model: nn.Module, mesh: DeviceMesh, *, seed: int, plan: Pla
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for places in ties:
         _tie_again_(model, places)
-    _free_wholes_(model)
     for around in {name.rpartition(".")[0] for name, style in plan.items() if _is_left_divided(style)}:
         module = model.get_submodule(around)
         for attribute in _numbers_of_heads(module):
@@ -145,27 +144,25 @@ def tensor_parallel_(model: nn.Module, mesh: DeviceMesh, *, seed: int, plan: Pla
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of the whole gradient of a divided model, in fp64, equal on all ranks: each element counts once.
 
-    Collective. Parameters that are whole on each rank count on the first one.
+    Collective. `.grad` of parameters that every rank has whole must be equal on all ranks.
     """
-    squares, mesh = torch.zeros((), dtype=torch.float64), None
-    whole = squares.clone()
+    divided, whole, mesh = [], [], None  # squares
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None:
-            continue
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        square = local.detach().double().square().sum().to(squares.device)
-        is_divided = isinstance(gradient, DTensor) and not gradient.placements[0].is_replicate()
-        if is_divided:
-            mesh = cast(DTensor, gradient).device_mesh
-            squares = squares + square
-        else:
-            whole = whole + square
+        if isinstance(gradient, DTensor) and not gradient.placements[0].is_replicate():
+            assert not gradient.placements[0].is_partial(), "torch adds up the gradients of parameters in backward"
+            mesh = gradient.device_mesh
+            divided.append(_square(gradient.to_local()))
+        elif gradient is not None:
+            whole.append(_square(gradient.to_local() if isinstance(gradient, DTensor) else gradient))
+    squares = [torch.stack(whole).sum()] if whole else []
     if mesh is not None:
-        device = torch.device(mesh.device_type)
-        summed = DTensor.from_local(squares.to(device), mesh, [Partial()], run_check=False)
-        squares = summed.redistribute(placements=[Replicate()]).to_local().to(whole.device)
-    return (squares + whole).sqrt()
+        squares.append(sum_over_ranks(torch.stack(divided).sum(), mesh))
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().square().sum()
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -345,15 +342,6 @@ def _tie_again_(model: nn.Module, places: list[tuple[str, str]]) -> None:
 
 def _placements(tensor: Tensor) -> tuple[Placement, ...]:
     return tensor.placements if isinstance(tensor, DTensor) else ()
-
-
-def _free_wholes_(model: nn.Module) -> None:
-    """Give parts memory of their own: torch cuts them out of the whole tensor, which would stay."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            local = parameter._local_tensor
-            if local.untyped_storage().nbytes() > local.nbytes:
-                parameter._local_tensor = local.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -75,7 +75,7 @@ def _smallest_around(name: str, closing: Sequence[str]) -> str:
 
 
 def _leave_at_the_end_(module: nn.Module, region: _Region) -> None:
-    """Let a forward that ends early, by an error or because checkpointing has all it needs, end the region too."""
+    """Let a forward that fails in the middle, such as for lack of memory, leave the region too."""
     forward = module.forward
 
     def and_leave(*args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ class VocabularyRows(ParallelStyle):
             is_elsewhere = (local < 0) | (local >= rows)
             with _local_parameters(module):
                 found = whole_forward(local.masked_fill(is_elsewhere, 0))
-            return _sum(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), device_mesh)
+            return sum_over_ranks(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), device_mesh)
 
         _replace_forward_(module, forward)
         return module
@@ -86,7 +86,7 @@ class RowsOfConv1D(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             weight, bias = _local(module.weight), _local(module.bias)
             product = x.reshape(-1, x.size(-1)) @ weight
-            return _sum(product, device_mesh).add(bias).view(*x.shape[:-1], -1)
+            return sum_over_ranks(product, device_mesh).add(bias).view(*x.shape[:-1], -1)
 
         _replace_forward_(module, forward)
         return module
@@ -101,7 +101,7 @@ class SummedGradient(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: _sum(gradient, device_mesh))
+                parameter.register_hook(lambda gradient: sum_over_ranks(gradient, device_mesh))
         return module
 
 
@@ -137,7 +137,7 @@ def _local(parameter: Any) -> Tensor:
     return parameter.to_local()
 
 
-def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
+def sum_over_ranks(part: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of a tensor over the ranks; in backward each rank gets the gradient of the sum."""
     parts = DTensor.from_local(part, mesh, [Partial()], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local()

@@ -58,10 +58,11 @@ def model_of(kind: str, fields: Mapping[str, Any]) -> nn.Module:
 
 
 def words(step: int) -> Tensor:
-    """Rows of a micro-batch, (3, 7); the padding word, number 2, is among them."""
+    """Rows of a micro-batch, (3, 7); among them the padding word, number 2, and the third word of each other part."""
     draw = torch.Generator().manual_seed(step)
     rows = torch.randint(tiny_models.VOCABULARY, (3, 7), generator=draw)
     rows[0, -2:] = 2
+    rows[1, 1:4] = 2 + tiny_models.VOCABULARY // 4 * torch.arange(1, 4)
     return rows
 
 
