@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -49,6 +49,16 @@ class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
         kwargs["device_mesh"] = one.meshes.data
         kwargs.setdefault("device_id", one.meshes.device)
         super().__init__(module, None, strategy, *args, **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
+        """Clip as torch's FSDP does. Raises ConfigError beside tensor parallelism, where each rank has another norm."""
+        if job("FSDP").meshes.tensor is not None:
+            raise ConfigError(
+                "FSDP: clip_grad_norm_ would take the norm of a part of each divided layer: leave clipping out, or set"
+                " tensor_parallel_degree to 1"
+            )
+        norm: Tensor = super().clip_grad_norm_(max_norm, norm_type)
+        return norm
 
 
 def _check_ties(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 import hetseq.sagemaker as tsm
 from hetseq.errors import ConfigError
 from hetseq.sagemaker import job
+from hetseq.sagemaker.configuration import Configuration
 from hetseq.sagemaker.ranks import Meshes
 from hetseq.sagemaker.sharding import _strategy
 
@@ -71,6 +72,14 @@ def test_groups_of_the_scripts_own_and_a_wrapper_too_early_are_refused() -> None
 def test_without_the_switch_the_wrapper_is_torchs_own() -> None:
     tsm.init()
     assert type(tsm.offload_wrapper(nn.Linear(2, 2))) is checkpoint_wrapper.OffloadWrapper
+
+
+def test_clipping_beside_tensor_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor: Any = "a mesh"
+    meshes = Meshes(torch.device("cpu"), tensor=tensor)
+    monkeypatch.setattr(job, "_jobs", [job.Job(Configuration(tensor_parallel_degree=2), meshes)])
+    with pytest.raises(ConfigError, match="the norm of a part of each divided layer"):
+        tsm.FSDP.clip_grad_norm_(tsm.FSDP.__new__(tsm.FSDP), 1.0)
 
 
 CPU = Meshes(torch.device("cpu"))
