@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +42,16 @@ class OffloadFacts:
 
 
 class ActivationOffload:
-    """Offloads the activations of one micro-batch after the other. For one thread."""
+    """Offloads the activations of one micro-batch after the other. For one thread.
+
+    `gathered`: parameters whose memory changes while forward runs, asked for at each tensor; their numbers stay.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, tier: Tier, *, horizon: int, least_bytes: int | None = None
+        self, model: torch.nn.Module, tier: Tier, *, horizon: int, least_bytes: int | None = None,
+        gathered: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:  # fmt: skip
-        self._model, self._tier, self._horizon = model, tier, horizon
+        self._model, self._tier, self._horizon, self._gathered = model, tier, horizon, gathered
         self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self.facts = OffloadFacts()  # of the newest micro-batch
 
@@ -71,7 +75,9 @@ class ActivationOffload:
             is_large = tensor.nbytes >= self._least_bytes
             # of a part of a larger tensor the whole would stay, and its copy could have other strides
             is_whole = storage.nbytes() == tensor.nbytes and _is_dense(tensor)
-            return is_large and is_whole and storage._cdata not in stay
+            if not (is_large and is_whole) or storage._cdata in stay:
+                return False
+            return all(one.untyped_storage()._cdata != storage._cdata for one in self._gathered())
 
         one = _MicroBatch(self._tier, self._horizon, may_leave, self.facts)
         with saved_tensors_hooks(one.pack, one.unpack):

@@ -144,6 +144,8 @@ hetseq/nebula/api.py
         900 s, or takes nothing for 10, is given up
 hetseq/nebula/ranks.py
     of_rank_zero: distributed.broadcast: the process group is the script's, with the deadline that it was given there
+hetseq/sagemaker/ranks.py
+    ensure_process_group: dist.init_process_group: torch's own deadline, 30 minutes of gloo and 10 of NCCL
 hetseq/nebula/checkpoint.py
     Checkpoint.wait: _service.wait: whoever calls it may choose to wait; a writer that says nothing for 900 s, or
         takes nothing for 10, is given up

@@ -37,11 +37,17 @@ MAY_CALL_COLLECTIVES = (
     "hetseq/comm/chains.py", "hetseq/comm/group.py", "hetseq/comm/messages.py", "hetseq/comm/slices.py",
     "hetseq/launch/launch.py",
 )  # fmt: skip
+#: torch's tensor parallelism: DTensor makes the collectives, by the group of a mesh that the caller has made
+TENSOR_PARALLEL = ("hetseq/parallel/tensor_parallel.py", "hetseq/parallel/tensor_randomness.py",
+                   "hetseq/parallel/tensor_styles.py")  # fmt: skip
 #: inside torch.distributed.checkpoint, whose collectives are those of whoever calls `dcp.load`
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves
 RANKS_OF_OTHERS = "hetseq/nebula/ranks.py"
+#: the same for SageMaker's calls, which give torch's FSDP its mesh
+FSDP_OF_OTHERS = ("hetseq/sagemaker/offload.py", "hetseq/sagemaker/ranks.py", "hetseq/sagemaker/sharding.py")
 MAY_READ_ENVIRONMENT = (
+    "hetseq/sagemaker/job.py",
     "hetseq/launch/launch.py",
     "hetseq/launch/worker_processes.py",
     "hetseq/system/started_by.py",
@@ -171,8 +177,13 @@ def _tree(path: Path) -> ast.Module:
 
 
 def test_collectives_are_called_in_few_places() -> None:
-    allowed = (*MAY_CALL_COLLECTIVES, READER_FOR_OTHERS, RANKS_OF_OTHERS)
+    allowed = (*MAY_CALL_COLLECTIVES, READER_FOR_OTHERS, RANKS_OF_OTHERS, *FSDP_OF_OTHERS, *TENSOR_PARALLEL)
     assert breaches(collectives, allowed=allowed) == []
+    of_torch = {
+        line.split(": ")[1].split(" ")[0] for path in TENSOR_PARALLEL for line in collectives(_tree(ROOT / path))
+    }
+    kinds = ("torch.distributed.tensor", "torch.distributed.device_mesh")
+    assert all(name.startswith(kinds) for name in of_torch), of_torch
     library = {line.split(": ")[1].split(" ")[0] for line in collectives(_tree(ROOT / READER_FOR_OTHERS))}
     assert all(name.startswith("torch.distributed.checkpoint") for name in library), library
 
