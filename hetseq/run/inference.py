@@ -97,7 +97,7 @@ def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: G
 def _owned(config: Config, material: LoadedTask, group: Group, described: OwnedNames) -> OwnedParameters | None:
     """Parameters that come and go, without values yet; None: each rank has all of them. Collective."""
     model, layers, parameters = material.model, material.layers, list(material.model.parameters())
-    fill, material.fill = material.fill, None  # all numbers but those of the base come from the checkpoint
+    fill, material.fill = material.fill, None  # all numbers but the base come from the checkpoint
     is_whole = not layers
     if layers and config.distributed.shard_model == "auto":
         rooms = rooms_of_ranks(parameters, group, config.distributed, kind=-1, fraction=0.0)

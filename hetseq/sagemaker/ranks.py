@@ -69,7 +69,7 @@ def ensure_process_group(look: Look) -> None:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The ranks in dimensions. `data`: those of FSDP, one or two; None: all ranks in one, as torch has it."""
+    """The ranks in dimensions. `data`: the dimensions of FSDP, one or two; None: all ranks in one, as torch has it."""
 
     device: torch.device
     data: DeviceMesh | None = None
