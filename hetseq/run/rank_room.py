@@ -46,7 +46,8 @@ def memory_of(
 ) -> StateMemory:
     """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay.
 
-    `described`: the parameters that have owners, or the trained ones. `is_wide`: gradients are summed in double precision.
+    `described`: the parameters that have owners, or the trained ones. `is_wide`: gradients are summed in double
+    precision.
     """
     parameters, trained = list(described.by_parameter), len(described.trained)
     itemsize = parameters[0].element_size()

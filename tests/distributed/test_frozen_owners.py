@@ -303,7 +303,11 @@ def test_what_would_be_lost_is_refused(task: type[Adapted], says: str, tmp_path:
 
 
 def test_the_base_is_built_again_for_what_a_lost_rank_owned(tmp_path: Path) -> None:
-    config = options.complete(options.parse([*words("--shard-model all --no-save"), "--save-dir", prepared(tmp_path)]))
+    config = options.complete(
+        options.parse(
+            [*words("--shard-model all --shard-modules layers.* --no-save"), "--save-dir", prepared(tmp_path)]
+        )
+    )
     material = load_material(config, torch.device("cpu"), SETTING.task(config))
     base = [one for name, one in material.model.named_parameters() if is_base(name)]
     right = [one.detach().clone() for one in base]
@@ -314,7 +318,11 @@ def test_the_base_is_built_again_for_what_a_lost_rank_owned(tmp_path: Path) -> N
 
 
 def test_another_base_in_its_place_ends_the_run_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = options.complete(options.parse([*words("--shard-model all --no-save"), "--save-dir", prepared(tmp_path)]))
+    config = options.complete(
+        options.parse(
+            [*words("--shard-model all --shard-modules layers.* --no-save"), "--save-dir", prepared(tmp_path)]
+        )
+    )
     material = load_material(config, torch.device("cpu"), SETTING.task(config))
     monkeypatch.setattr(Adapted, "seed", 6)
     with pytest.raises(
