@@ -47,6 +47,7 @@ class ModelQuestion:
     layers: int = ModelMemory.layers
     checkpoints: bool = False
     offloads: bool = False
+    frozen_bytes: int = 0
 
 
 def _parameters(text: str) -> int:
@@ -108,6 +109,10 @@ OPTIONS = (
         "--layers", "layers of one size, which come and go with --shard-model all; default: 24", "N", read=_layers,
     ),
     CommandOption("--checkpoint", "backward computes each layer again, as with --checkpoint-modules auto"),
+    CommandOption(
+        "--frozen", "weights that are not among these parameters, since they stay frozen, as in 14G; default: 0", "SIZE",
+        read=_size,
+    ),
     CommandOption("--offload", "what forward keeps leaves the device, as with --offload-activations"),
     CommandOption(
         "--mbit-per-s", "link of each rank, in 10^6 bits per second; default: 1000", "N",
@@ -137,6 +142,7 @@ def question_of(given: Given) -> ModelQuestion | None:
         parameters, values["--memory"], values["--host-memory"] or {}, values["--stable"] or (),
         values["--activation"] or 0, values["--mbit-per-s"], values["--run-parameters"],
         values["--layers"] or ModelMemory.layers, values["--checkpoint"], values["--offload"],
+        values["--frozen"] or 0,
     )  # fmt: skip
 
 
@@ -144,7 +150,7 @@ def model_in(question: ModelQuestion, options: Mapping[str, Any]) -> ModelMemory
     """The model in question, trained with the options of the run."""
     return replace(
         model_of(question.parameters, question.activation_bytes, options), layers=question.layers,
-        checkpoints=question.checkpoints, offloads=question.offloads,
+        checkpoints=question.checkpoints, offloads=question.offloads, frozen_bytes=question.frozen_bytes,
     )  # fmt: skip
 
 

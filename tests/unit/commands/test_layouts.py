@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,8 @@ def test_bytes_of_a_parameter_are_those_of_the_options() -> None:
 def test_layers_are_counted_computed_again_and_their_activations_leave(tmp_path: Path) -> None:
     plain = layouts_in(tmp_path, *SERVER).model
     assert (plain.layers, plain.checkpoints, plain.offloads) == (24, False, False)
+    frozen = layouts_in(tmp_path, *SERVER, "--frozen", "14G").model
+    assert frozen == replace(plain, frozen_bytes=14_000_000_000)
     again = layouts_in(tmp_path, *SERVER, "--layers", "48", "--checkpoint", "--offload")
     assert (again.model.layers, again.model.checkpoints, again.model.offloads) == (48, True, True)
     assert again.model.layer * 2 == pytest.approx(plain.layer, rel=0.03)
