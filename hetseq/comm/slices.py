@@ -153,9 +153,10 @@ class TaggedSlices:
             def begin(source: int, into: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
                 return into, self._receive({source: into[:elements]}, tag)
 
+            # first: it needs memory, and nothing is posted yet if there is none
+            pass_on = None if link is None else self._chain(link, tag).sum(passed, total if is_end else None)
             arriving = {source: begin(source, into) for source, into in zip(sources, memory)}
             later = deque(sources[_AT_ONCE:])
-            pass_on = None if link is None else self._chain(link, tag).sum(passed, total if is_end else None)
 
             def add_up() -> None:
                 if elements and not givers:
@@ -229,7 +230,8 @@ class TaggedSlices:
         self.received_bytes += sum(piece.nbytes for piece in incoming.values())
 
         def post(tag: int) -> Callable[[], None]:
-            received, pass_on = self._receive(incoming, tag), None if beside is None else beside(tag)
+            pass_on = None if beside is None else beside(tag)
+            received = self._receive(incoming, tag)
 
             def finish() -> None:
                 received()
