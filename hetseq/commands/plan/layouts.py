@@ -110,8 +110,7 @@ OPTIONS = (
     ),
     CommandOption("--checkpoint", "backward computes each layer again, as with --checkpoint-modules auto"),
     CommandOption(
-        "--frozen", "weights that are not among these parameters, since they stay frozen, as in 14G; default: 0", "SIZE",
-        read=_size,
+        "--frozen", "weights beside these parameters that stay frozen, as in 14G; default: 0", "SIZE", read=_size,
     ),
     CommandOption("--offload", "what forward keeps leaves the device, as with --offload-activations"),
     CommandOption(
