@@ -136,6 +136,7 @@ def make_reducer(
         reducer = OwnedGradients(
             parameters, group, division, bucket_bytes=bucket_bytes, dtype=dtype, moved=owned.follow_
         )
+        owned.earlier = owned.held()  # in the memory to which it has moved
     on_device = sum(one.end - one.begin for one in reducer.fragments if one.owned.device == parameters[0].device)
     to_come = memory.model.state_bytes  # what it owns of the parameters is here
     in_use = device_memory.in_use_bytes(parameters[0].device)

@@ -88,7 +88,7 @@ class Run:
 
     def check_curve(self, calm: Calm) -> None:
         """The curve and the parameters at the end are those of one device."""
-        assert verdict(self.found, calm.outcome) == ""
+        assert verdict(self.found, calm.outcome) == "", self.said
         self.check_losses(calm)
         assert NO_SAVE not in self.said
 
