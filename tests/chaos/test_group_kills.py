@@ -6,12 +6,11 @@ Three ranks in groups of two and one, without images and without a save: only th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hetseq.testing import Faults
-from tests.chaos.owned_runs import IN_STEPS, Calm, Run, one_after_the_other
+from tests.chaos.owned_runs import Calm, Run, check_survivors, one_after_the_other
 from tests.chaos.runs import Chaos
 from tests.chaos.test_layer_kills import SOME_LAYERS, in_turn, task
 from tests.chaos.test_owned_kills import SAVING, check_each_costs_one_step
@@ -42,3 +41,23 @@ def test_so_it_is_where_parameters_come_and_go(
     faults = in_turn(victim, SOME_LAYERS)
     run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=task(False), **SAVING)
     check_each_costs_one_step(run, undisturbed_layers, moves=victim == 1)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@shared_or_not
+@pytest.mark.parametrize("has_layers", [False, True], ids=["state", "all"])
+def test_all_ranks_of_a_group_are_killed_in_the_same_instant(
+    has_layers: bool, shares_memory: bool, chaos: Chaos, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    calm = request.getfixturevalue("undisturbed_layers" if has_layers else "undisturbed")
+    faults = Faults()
+    for incarnation, (step, phase) in enumerate([(8, "reduce"), (30, "commit"), (60, "optimizer")]):
+        for rank in (0, 1):
+            faults = faults.kill(rank=rank).at(step=step, phase=phase, incarnation=incarnation)
+    kinds = {"shares_memory": shares_memory, "has_layers": has_layers}
+    run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=kinds, **SAVING)
+    run.check_curve(calm)
+    assert not any("lost" in loss for loss in run.losses)
+    assert all(loss["step"] >= kill["step"] - 2 for kill, loss in zip(run.kills[::2], run.losses, strict=False))
+    begun = check_survivors(run.computed, run.kills, calm.samples_of)
+    assert max(begun.values()) <= 2
