@@ -122,7 +122,7 @@ def make_reducer(
             units = [unit for of_layer in groups for unit in of_layer]
         ownerships = ownerships_of(parameters, units, division)
         ownership = ownerships[0]
-        owned_by = [ownerships[division.number_of(rank)].owned_by(rank) for rank in range(group.world_size)]
+        owned_by = [ownerships[division.number_of(rank)].owned_by(rank) for rank in range(len(rooms))]
         lacking = _lacking_room(owned_by, ownership.total, room, memory.bytes)
         if lacking:
             raise _no_room(lacking, ownership, memory, names, optimizer, config, cuts_tensors=cuts_tensors)
