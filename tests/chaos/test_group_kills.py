@@ -12,6 +12,7 @@ import pytest
 from hetseq.testing import Faults
 from tests.chaos.owned_runs import Calm, Run, check_survivors, one_after_the_other
 from tests.chaos.runs import Chaos
+from tests.chaos.test_image_kills import IN_MEMORY
 from tests.chaos.test_layer_kills import SOME_LAYERS, in_turn, task
 from tests.chaos.test_owned_kills import SAVING, check_each_costs_one_step
 
@@ -67,3 +68,17 @@ def test_all_ranks_of_a_group_are_killed_in_the_same_instant(
 @pytest.mark.fault("FT-1", "FT-2")
 def test_so_are_those_whose_parameters_come_and_go(chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path) -> None:
     check_a_group_at_once(chaos, undisturbed_layers, tmp_path, shares_memory=False, has_layers=True)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+def test_ranks_of_two_groups_that_are_killed_at_once_cost_the_steps_since_an_image(
+    chaos: Chaos, undisturbed: Calm, tmp_path: Path
+) -> None:
+    """No group is whole then; the third node has the image of the first one."""
+    faults = Faults().kill(rank=0).at(step=19, phase="reduce").kill(rank=2).at(step=19, phase="reduce")
+    kinds = {"shares_memory": True, "are_nodes": True}
+    run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=kinds, **IN_MEMORY)
+    run.check_losses(undisturbed)
+    (loss,) = [event for event in run.found.events if event.get("lost")]
+    assert 0 < loss["step"] < 19
+    assert loss["image"]
