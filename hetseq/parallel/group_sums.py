@@ -46,7 +46,7 @@ def segments_of(cuts: Sequence[Sequence[int]], group: int, rank: int) -> list[Se
 
 
 class GroupSum:
-    """The sums of one unit: `total`, (own elements,), has the sums of this rank's group, and later those of all."""
+    """The sums of one unit: `total`, (own elements,), has the sums of this rank's group, and later of all."""
 
     def __init__(
         self, exchange: SliceExchange, total: torch.Tensor, cuts: Sequence[Sequence[int]], group: int, rank: int

@@ -354,7 +354,7 @@ class OwnedUnits:
         return tuple(rank for rank in ranks if rank in self._near)
 
     def _sum_across_groups(self) -> None:
-        """Add the other groups' sums to those of this rank's group. Collective. Raises PeerLostError."""
+        """Add up the sums of all groups. Collective. Raises PeerLostError."""
         if len(self.division.groups) > 1:
             units = [unit for unit in self._units if not unit.is_frozen]
             sum_across_groups(
