@@ -578,15 +578,7 @@ class OwnedParameters(OwnedUnits):
         elif self._begins and unit.is_base:
             own.copy_(unit.flat[first:last])
         elif self._begins:
-            given = None
-            if self._group.rank == 0:
-                given = self.exchange.memory(unit.flat.numel(), unit.flat.dtype, unit.flat.device)
-                given.copy_(unit.flat)
-            for bounds in unit.cuts:
-                mine = own if bounds == unit.bounds else own[:0]
-                self.exchange.sum_to_owners(given, mine, bounds=bounds, givers=(0,)).wait()
-            if given is not None:
-                self.exchange.release(given)
+            self._take_from_rank_zero(unit, own)
         unit.flat.untyped_storage().resize_(0)
         return own
 

@@ -283,6 +283,18 @@ class OwnedUnits:
             fragment = Fragment(parameter, begin - start, end - start, torch.nn.Parameter(own))
             unit.fragments.append((fragment, slice(begin - first, end - first)))
 
+    def _take_from_rank_zero(self, unit: Unit, own: torch.Tensor) -> None:
+        """Write to `own` what this rank owns of the values that rank zero has. Collective."""
+        given = None
+        if self.rank == 0:
+            given = self.exchange.memory(unit.flat.numel(), unit.flat.dtype, unit.flat.device)
+            given.copy_(unit.flat)
+        for bounds in unit.cuts:
+            mine = own if bounds == unit.bounds else own[:0]
+            self.exchange.sum_to_owners(given, mine, bounds=bounds, givers=(0,)).wait()
+        if given is not None:
+            self.exchange.release(given)
+
     # gradients
 
     def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
