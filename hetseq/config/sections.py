@@ -538,6 +538,12 @@ class DistributedConfig:
         " of its GPUs and its host, as in gpu:8G,host:40G; stable: this node stays, so it is the first to own",
         metavar="[stable,]SIZE|gpu:SIZE,host:SIZE",
     )
+    shard_groups: str = option(
+        "all",
+        "with --shard-model: groups of ranks that each hold all of the state, so that the loss of one costs one step:"
+        " all ranks as one group (all), the ranks of each node (node), or their numbers as in 2+1",
+        metavar="all|node|N+N+...",
+    )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
     )
@@ -631,6 +637,15 @@ class DistributedConfig:
             raise ConfigError(f"--balance {self.balance}: expected as many weights before each / as behind it")
         return turns
 
+    def shard_group_sizes(self) -> tuple[int, ...] | None:
+        """The sizes of `--shard-groups 2+1`; None for `all` and `node`."""
+        if self.shard_groups in ("all", "node"):
+            return None
+        words = self.shard_groups.split("+")
+        are_numbers = all(word.isascii() and word.isdigit() and int(word) > 0 for word in words)
+        _require(are_numbers, "shard_groups", self.shard_groups, "all, node, or the ranks of each group, as in 2+1")
+        return tuple(map(int, words))
+
     def own_weights(self) -> tuple[float, ...] | None:
         """The weights of `--own 3,1,0` by slot; () for `equal`, where all ranks own as much, and None for `auto`."""
         if self.own == "auto":
@@ -674,6 +689,7 @@ class DistributedConfig:
     def _check_owners(self) -> None:
         """Refuse invalid owners, and owners that no other option asks for."""
         self.own_weights()
+        self.shard_group_sizes()
         if "host" in self._own_memory() and self.shard_model == "state":
             raise ConfigError(
                 f"--own-memory {self.own_memory}: only with --shard-model all does what a rank owns lie apart from what"
@@ -686,6 +702,7 @@ class DistributedConfig:
                 f" --shard-model is {self.shard_model}: add --shard-model all, or leave it out"
             )
         given = {"own": None if self.own == "auto" else self.own, "own_memory": self.own_memory}
+        given["shard_groups"] = None if self.shard_groups == "all" else self.shard_groups
         for name, value in given.items():
             if value is not None and self.shard_model == "none":
                 raise ConfigError(
@@ -724,6 +741,12 @@ class DistributedConfig:
                 raise ConfigError(
                     f"{name} {value} gives {len(weights)} weights for {world_size} ranks: give one weight per rank"
                 )
+        sizes = self.shard_group_sizes()
+        if sizes and sum(sizes) != world_size:
+            raise ConfigError(
+                f"--shard-groups {self.shard_groups} has {sum(sizes)} ranks, and the run has {world_size}: name"
+                " each rank once"
+            )
         for rank in self.throttle_factors():
             if rank >= world_size:
                 raise ConfigError(f"--throttle {rank}:...: the ranks are 0 to {world_size - 1}; leave this one out")

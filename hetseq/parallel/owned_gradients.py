@@ -59,7 +59,8 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         if not lacking:
             return
         for unit in reversed(self._units):  # as forward needs them
-            self._gathers.append(self.exchange.gather(unit.flat, bounds=unit.bounds, takers=lacking))
+            takers = self._in_group(lacking)
+            self._gathers.append(self.exchange.gather(unit.flat, bounds=unit.bounds, takers=takers))
         if self._group.rank in lacking:
             self._await_gathers()
         self._whole.update(lacking)
@@ -105,6 +106,7 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
             self._show_own()
             return
         self._collect(at_most=-1)  # none, not even an empty one
+        self._sum_across_groups()
         self._await_gathers()  # an owner may change its slice only after all others have read it
         self._show_sums()
 
@@ -164,7 +166,7 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
                     self._room(index).zero_()
             flat = unit.gradients if is_giver else None
             unit.sending = self.exchange.sum_to_owners(
-                flat, unit.total, bounds=unit.bounds, givers=self._active
+                flat, unit.total, bounds=unit.bounds, givers=self._in_group(self._active)
             )  # fmt: skip
             unit.leaving, unit.gradients = unit.gradients, None
             self._travelling.append(unit)

@@ -277,7 +277,7 @@ class OwnedParameters(OwnedUnits):
             layer.is_whole = False
             _allocate(unit.flat)
         transfer = self.exchange.gather(
-            unit.flat if is_taker else None, bounds=unit.bounds, takers=self._active, own=unit.own
+            unit.flat if is_taker else None, bounds=unit.bounds, takers=self._in_group(self._active), own=unit.own
         )
         (layer.gathers if is_taker else self._serving).append(transfer)
 
@@ -321,7 +321,7 @@ class OwnedParameters(OwnedUnits):
                     self._room(index).zero_()
         target = unit.total if self._rounds == 1 else self._spare_like(unit.total)
         unit.sending = self.exchange.sum_to_owners(
-            unit.gradients if is_giver else None, target, bounds=unit.bounds, givers=self._active
+            unit.gradients if is_giver else None, target, bounds=unit.bounds, givers=self._in_group(self._active)
         )
         if target is not unit.total:
             self._partial[id(unit)] = target
@@ -534,6 +534,7 @@ class OwnedParameters(OwnedUnits):
         if not self._rounds:  # no rank has samples
             for unit in self._units:
                 unit.total.zero_()
+        self._sum_across_groups()
         self._show_sums()
 
     def norm_so_far(self) -> float:
@@ -577,13 +578,7 @@ class OwnedParameters(OwnedUnits):
         elif self._begins and unit.is_base:
             own.copy_(unit.flat[first:last])
         elif self._begins:
-            given = None
-            if self._group.rank == 0:
-                given = self.exchange.memory(unit.flat.numel(), unit.flat.dtype, unit.flat.device)
-                given.copy_(unit.flat)
-            self.exchange.sum_to_owners(given, own, bounds=unit.bounds, givers=(0,)).wait()
-            if given is not None:
-                self.exchange.release(given)
+            self._take_from_rank_zero(unit, own)
         unit.flat.untyped_storage().resize_(0)
         return own
 

@@ -43,6 +43,7 @@ class OwnedState:
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
         #: what this rank held by earlier cuts, until the state has moved
         self.earlier: dict[int, Held] = {}
+        self.is_copy = False  # another group of ranks holds the same, and saves it
         self.has_layers = False  # the parameters come and go
         self.planned_bytes = 0  # the memory that this rank is expected to use; 0: not known
         self.fraction = 0.0  # of the state, in relation to other ranks
@@ -119,7 +120,7 @@ class OwnedState:
         tensors: dict[str, HeldTensor] = {}
         numbers: dict[str, Any] = {}
         for name, one in self.fragments.items():
-            if name in self.base:
+            if name in self.base or self.is_copy:
                 continue
             tensors[f"model.{name}"] = _slice_of(one.owned.detach(), one)
             for key, value in self.optimizer.state.get(one.owned, {}).items():
@@ -220,7 +221,8 @@ class OwnedState:
             }
         self.fragments = {self.names[fragment.parameter]: fragment for fragment in own.values()}
         self._counted = (0, 0)
-        self.cut, self.earlier, self.fraction = cut, {}, reducer.division.fractions[reducer.rank]
+        self.cut, self.earlier, self.fraction = reducer.cut_in(cut), {}, reducer.division.fractions[reducer.rank]
+        self.is_copy = reducer.number > 0
         self.part = sum(one.end - one.begin for one in own.values()), reducer.ownership.total
 
 

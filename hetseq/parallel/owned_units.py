@@ -27,9 +27,11 @@ from hetseq.comm.group import Group
 from hetseq.comm.slices import SliceExchange, Transfer
 from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of, take_in_
+from hetseq.parallel.group_sums import GroupSum, sum_across_groups
 from hetseq.system.processes import return_freed_memory
 
 _AT_ONCE = 2  # of the largest unit: elements whose gradients travel while the next unit is computed
+_GROUP_BITS = 16
 _ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same memory for its gradients
 
 
@@ -39,12 +41,26 @@ class Division:
 
     `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
     owner. Of this rank's own elements at most `device_elements` are on its device and the others, in whole units, in
-    host memory; None: all are on the device.
+    host memory; None: all are on the device. Each of the `groups` of ranks holds everything once, and each rank is in
+    one of them; none: all ranks are one group.
     """
 
     fractions: tuple[float, ...]
     cuts_tensors: bool = True
     device_elements: int | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def of_groups(self) -> tuple[tuple[float, ...], ...]:
+        """The fractions by group, (groups, ranks): 0 for the ranks of other groups."""
+        return tuple(
+            tuple(one if rank in group else 0.0 for rank, one in enumerate(self.fractions))
+            for group in self.groups or (range(len(self.fractions)),)
+        )
+
+    def number_of(self, rank: int) -> int:
+        """The number of the group that a rank is in."""
+        return next((number for number, group in enumerate(self.groups) if rank in group), 0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,8 @@ class Unit:
     flat: torch.Tensor  # (elements,): all parameters, of other owners as copies
     is_frozen: bool = False  # there are no gradients of it
     is_base: bool = False  # frozen, and built by each rank from files of its own
-    bounds: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()  # of this rank's group
+    cuts: tuple[tuple[int, ...], ...] = ()  # the bounds of all groups
     own: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): what this rank owns
     total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): sums of gradients
     fragments: list[tuple[Fragment, slice]] = field(default_factory=list)  # with its place in `total`
@@ -105,13 +122,17 @@ class OwnedUnits:
         #: (trained parameters,): whether a gradient arrived on this rank in this step
         self.used: npt.NDArray[np.bool_] = np.zeros(self.trained, np.bool_)
         self.division = division
-        self.ownership = ownership_of(self.parameters, groups, division)
+        self.number = division.number_of(self.rank)  # of the group
+        self._near = frozenset(division.groups[self.number] if division.groups else range(group.world_size))
+        #: who owns what, by group
+        self.ownerships = ownerships_of(self.parameters, groups, division)
+        self.ownership = self.ownerships[self.number]
         self._units: list[Unit] = []
         own = [bounds[self.rank + 1] - bounds[self.rank] for bounds in self.ownership.bounds]
         stay = that_stay(own, division.device_elements)
-        for indices, bounds, stays in zip(groups, self.ownership.bounds, stay, strict=True):
+        for place, (indices, bounds, stays) in enumerate(zip(groups, self.ownership.bounds, stay, strict=True)):
             unit = self._make_unit(list(indices))
-            unit.is_on_host = not stays
+            unit.is_on_host, unit.cuts = not stays, tuple(one.bounds[place] for one in self.ownerships)
             self._units.append(unit)
             self._divide(unit, bounds)
         summed = [unit for unit in self._units if not unit.is_frozen]
@@ -155,11 +176,20 @@ class OwnedUnits:
         """The first element of a parameter that a rank owns, and the end; the end is not above the first if none is."""
         unit, place = self._home[index]
         start, elements = unit.starts[place], self.parameters[index].numel()
-        return max(0, unit.bounds[rank] - start), min(elements, unit.bounds[rank + 1] - start)
+        bounds = unit.cuts[self.division.number_of(rank)]
+        return max(0, bounds[rank] - start), min(elements, bounds[rank + 1] - start)
 
     @property
     def layout_digest(self) -> int:
-        return self.ownership.digest()
+        return Ownership(tuple(bounds for unit in self._units for bounds in unit.cuts)).digest()
+
+    def owned_by(self, rank: int) -> int:
+        """How many elements a rank owns."""
+        return self.ownerships[self.division.number_of(rank)].owned_by(rank)
+
+    def cut_in(self, generation: int) -> int:
+        """A number for the parts that the ranks of this group hold by the cuts of a generation, not used twice."""
+        return generation if len(self.division.groups) < 2 else ((generation + 1) << _GROUP_BITS) + self.number
 
     def traffic(self) -> tuple[int, int]:
         """Bytes that this rank has sent to others and received since the last call."""
@@ -196,6 +226,8 @@ class OwnedUnits:
             self._is_silent = False
 
     def norm(self) -> float:
+        if self.number:  # the first group has counted them
+            return 0.0
         own = self._held()
         norm = norm_of(own)
         # squares overflow long before their elements do
@@ -250,6 +282,18 @@ class OwnedUnits:
                 own = own.as_strided(parameter.shape, parameter.stride())
             fragment = Fragment(parameter, begin - start, end - start, torch.nn.Parameter(own))
             unit.fragments.append((fragment, slice(begin - first, end - first)))
+
+    def _take_from_rank_zero(self, unit: Unit, own: torch.Tensor) -> None:
+        """Write to `own` what this rank owns of the values that rank zero has. Collective."""
+        given = None
+        if self.rank == 0:
+            given = self.exchange.memory(unit.flat.numel(), unit.flat.dtype, unit.flat.device)
+            given.copy_(unit.flat)
+        for bounds in unit.cuts:
+            mine = own if bounds == unit.bounds else own[:0]
+            self.exchange.sum_to_owners(given, mine, bounds=bounds, givers=(0,)).wait()
+        if given is not None:
+            self.exchange.release(given)
 
     # gradients
 
@@ -318,6 +362,17 @@ class OwnedUnits:
     def _summed(self, unit: Unit) -> None:
         """The sums of a unit have reached this rank."""
 
+    def _in_group(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if rank in self._near)
+
+    def _sum_across_groups(self) -> None:
+        """Add up the sums of all groups. Collective. Raises PeerLostError."""
+        if len(self.division.groups) > 1:
+            units = [unit for unit in self._units if not unit.is_frozen]
+            sum_across_groups(
+                [GroupSum(self.exchange, unit.total, unit.cuts, self.number, self.rank) for unit in units]
+            )
+
     def _show_sums(self) -> None:
         """Set `.grad` of what this rank owns."""
         for unit in self._units:
@@ -340,8 +395,10 @@ def _hooked(parameter: torch.nn.Parameter, arrived: Callable[[torch.Tensor], Non
         parameter.requires_grad_(is_trained)
 
 
-def ownership_of(parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], division: Division) -> Ownership:
-    """Who owns what with these arguments of `OwnedUnits`; nothing moves. Any rank, alone."""
+def ownerships_of(
+    parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], division: Division
+) -> list[Ownership]:
+    """Who owns what, by group of ranks, with these arguments of `OwnedUnits`; nothing moves. Any rank, alone."""
     units = [[parameters[index] for index in indices] for indices in groups]
     sizes = [
         UnitSizes(
@@ -349,7 +406,7 @@ def ownership_of(parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[i
         )
         for unit in units
     ]  # fmt: skip
-    return cut(sizes, division.fractions)
+    return [cut(sizes, fractions) for fractions in division.of_groups]
 
 
 def that_stay(elements: Sequence[int], most: int | None) -> list[bool]:

@@ -64,7 +64,8 @@ def frozen_portions_of(replica: Replica) -> list[Portion]:
 
 
 def _owned_portions(owned: OwnedState) -> list[Portion]:
-    return [Portion(name, one.begin, one.end, one.owned) for name, one in owned.fragments.items()]
+    held = {} if owned.is_copy else owned.fragments
+    return [Portion(name, one.begin, one.end, one.owned) for name, one in held.items()]
 
 
 @dataclass(frozen=True)

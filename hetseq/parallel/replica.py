@@ -210,7 +210,8 @@ class Replica:
 
     def is_owner(self, rank: int) -> bool:
         """Whether a rank owns a part of the state that no other rank has."""
-        return isinstance(self.reducer, OwnedUnits) and self.reducer.ownership.owned_by(rank) > 0
+        reducer = self.reducer
+        return isinstance(reducer, OwnedUnits) and len(reducer.ownerships) < 2 and reducer.owned_by(rank) > 0
 
     def take_over_parts(self, group: Group) -> tuple[int, ...]:
         """Move the parts of the state to the owners of a new generation. Collective.

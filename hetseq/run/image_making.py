@@ -27,7 +27,7 @@ def make_images(
     if replica.owned is None or not config.memory_interval_updates:
         return None
     assert isinstance(replica.reducer, OwnedUnits)
-    ownership = replica.reducer.ownership
+    ownership = replica.reducer.ownerships[0]  # other groups hold the same
     owned = [float(ownership.owned_by(rank)) for rank in range(group.world_size)]
     return Images(
         directory.path, directory.run_id, group, start=start, owned=owned if any(owned) else [1.0] * len(owned),

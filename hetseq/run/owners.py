@@ -7,6 +7,8 @@ owners are there: a rank that joins owns nothing with `--own auto`, so it needs 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ from hetseq.parallel.owned_gradients import OwnedGradients, units_of
 from hetseq.parallel.owned_names import OwnedNames, owned_names
 from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
-from hetseq.parallel.owned_units import Division, OwnedUnits, ownership_of
+from hetseq.parallel.owned_units import Division, OwnedUnits, ownerships_of
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.rank_room import (
     RankRoom,
@@ -107,17 +109,21 @@ def make_reducer(
     if kind == "none":
         return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
     memory = memory_of(model, described, groups, is_wide=is_wide)
-    fractions, room = _divide(rooms, config, memory, slots)
+    room = state_room(rooms, memory)
+    groups_of_ranks = _groups(rooms, room, config, memory, slots)
+    fractions, room = _divide(rooms, room, config, memory, slots, groups_of_ranks)
     owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
     elements = sum(parameter.numel() for parameter in parameters)
     on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
-    division = Division(fractions, cuts_tensors, on_device)
+    division = Division(fractions, cuts_tensors, on_device, groups_of_ranks)
     if is_first:
         units = units_of(parameters, bucket_bytes)
         if groups is not None:
             units = [unit for of_layer in groups for unit in of_layer]
-        ownership = ownership_of(parameters, units, division)
-        lacking = _lacking_room(ownership, room, memory.bytes)
+        ownerships = ownerships_of(parameters, units, division)
+        ownership = ownerships[0]
+        owned_by = [ownerships[division.number_of(rank)].owned_by(rank) for rank in range(len(rooms))]
+        lacking = _lacking_room(owned_by, ownership.total, room, memory.bytes)
         if lacking:
             raise _no_room(lacking, ownership, memory, names, optimizer, config, cuts_tensors=cuts_tensors)
     dtype = torch.float64 if is_wide else None
@@ -186,18 +192,59 @@ def _owned_alike(
     return owned, bool(answers.all())
 
 
+def _groups(
+    rooms: Sequence[RankRoom],
+    room: Sequence[int],
+    config: DistributedConfig,
+    memory: StateMemory,
+    slots: Sequence[int],
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that each hold all of the state; none if that is all of them.
+
+    A group that lost ranks, and with them the room for the state, joins the first other one.
+    """
+    sizes, weights = config.shard_group_sizes(), config.own_weights()
+    keys: list[int] = [one.host for one in rooms]
+    if sizes is not None:
+        ends = list(itertools.accumulate(sizes))
+        keys = [min(bisect.bisect_right(ends, slot), len(sizes) - 1) for slot in slots]
+    if config.shard_groups == "all":
+        return ()
+    groups = [[rank for rank, one in enumerate(keys) if one == key] for key in dict.fromkeys(keys)]
+    shares = _by_slot(config, slots) if weights else (1.0,) * len(rooms)
+
+    def can_hold(group: Sequence[int]) -> bool:
+        has_room = weights is not None or sum(room[rank] for rank in group) >= memory.bytes
+        return has_room and any(shares[rank] for rank in group)
+
+    while len(groups) > 1 and (short := next((group for group in groups if not can_hold(group)), None)):
+        groups.remove(short)
+        groups[0] = sorted([*groups[0], *short])
+    return tuple(sorted(map(tuple, groups))) if len(groups) > 1 else ()
+
+
 def _divide(
-    rooms: Sequence[RankRoom], config: DistributedConfig, memory: StateMemory, slots: Sequence[int]
+    rooms: Sequence[RankRoom],
+    room: tuple[int, ...],
+    config: DistributedConfig,
+    memory: StateMemory,
+    slots: Sequence[int],
+    groups: Sequence[Sequence[int]],
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """How much each rank owns, in relation to others, and the bytes that it has room for. Raises ConfigError."""
-    room = state_room(rooms, memory)
     if config.own_weights() is not None:
         weights = _by_slot(config, slots)
         return weights, room_by_weight(rooms, room, weights)
-    earlier = tuple(one.fraction for one in rooms)
-    if sum(earlier) > 0:
-        return earlier, room
-    return own_fractions(room, [one.is_stable for one in rooms], memory.bytes), room
+    fractions = [0.0] * len(rooms)
+    for group in groups or (range(len(rooms)),):
+        found: Sequence[float] = [rooms[rank].fraction for rank in group]
+        if sum(found) <= 0:
+            found = own_fractions(
+                [room[rank] for rank in group], [rooms[rank].is_stable for rank in group], memory.bytes
+            )
+        for rank, fraction in zip(group, found):
+            fractions[rank] = fraction
+    return tuple(fractions), room
 
 
 def _device_elements(room: RankRoom, device_room_bytes: int, memory: StateMemory, elements: int) -> int | None:
@@ -207,12 +254,12 @@ def _device_elements(room: RankRoom, device_room_bytes: int, memory: StateMemory
     return device_room_bytes * elements // max(1, memory.bytes)
 
 
-def _lacking_room(ownership: Ownership, room_bytes: Sequence[int], state_bytes: int) -> list[str]:
-    """In words, which ranks would own more than they have room for; the same on all ranks."""
+def _lacking_room(owned: Sequence[int], total: int, room_bytes: Sequence[int], state_bytes: int) -> list[str]:
+    """In words, which ranks would own more than they have room for, of `total` elements; the same on all ranks."""
     lacking = []
-    for rank, room in enumerate(room_bytes):
-        missing = ownership.owned_by(rank) / max(1, ownership.total) * state_bytes - room
-        if missing > max(_ROUNDING, GRAIN / max(1, ownership.total)) * state_bytes:
+    for rank, (elements, room) in enumerate(zip(owned, room_bytes)):
+        missing = elements / max(1, total) * state_bytes - room
+        if missing > max(_ROUNDING, GRAIN / max(1, total)) * state_bytes:
             lacking.append(f"rank {rank} lacks {in_words(missing)}")
     return lacking
 
@@ -304,7 +351,6 @@ def _say_who_owns(reducer: OwnedUnits, slots: Sequence[int]) -> None:
     ownership = reducer.ownership
     what = "optimizer state" if isinstance(reducer, OwnedGradients) else "parameters, optimizer state"
     parts = [
-        f"rank {slot} {100 * ownership.owned_by(rank) / max(1, ownership.total):.3g} %"
-        for rank, slot in enumerate(slots)
+        f"rank {slot} {100 * reducer.owned_by(rank) / max(1, ownership.total):.3g} %" for rank, slot in enumerate(slots)
     ]
     logger.info("%s and gradient sums are divided: %s", what, ", ".join(parts))

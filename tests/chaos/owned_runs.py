@@ -88,7 +88,8 @@ class Run:
 
     def check_curve(self, calm: Calm) -> None:
         """The curve and the parameters at the end are those of one device."""
-        assert verdict(self.found, calm.outcome) == ""
+        fault = verdict(self.found, calm.outcome)
+        assert not fault, f"{fault}\n{self.said}"
         self.check_losses(calm)
         assert NO_SAVE not in self.said
 

@@ -78,6 +78,35 @@ def test_owners_have_the_gradient_of_the_global_batch(
         assert abs(facts.owned - total * weight / sum(weights)) <= 8  # one for each cut
 
 
+#: who owns how much, who computes how much, and the ranks of each group
+GROUPS = [
+    ("3,1,2", "9,3,4", "2+1"), ("1,1", "9,3", "1+1"), ("2,1,1,3,2", "7,4,1,2,1", "3+2"), ("1,0,1,1", "5,4,0,3", "2+2"),
+    ("1,2,3", "5,4,3", "1+1+1"), ("1,3,1,1", "9,3,0,0", "2+2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize(("own", "balance", "groups"), GROUPS)
+@pytest.mark.parametrize("kind", ["state", "all"])
+def test_groups_that_each_hold_everything_have_the_same_gradient(
+    kind: str, own: str, balance: str, groups: str, shares_memory: bool, tmp_path: Path
+) -> None:
+    """Elements that each rank sends to other groups: its own, times 2 (G - 1) / G."""
+    toy, world_size = "TwoTermsAdam", own.count(",") + 1
+    line = [*words(toy, balance, 8), "--shard-model", kind, "--own", own, "--shard-groups", groups]
+    line += ["--shard-modules", MODULES[toy]] if kind == "all" else ["--bucket-cap-mb", "0.0001"]
+    ranks = run_ranks(train_in_fine_cuts, world_size, prepared(tmp_path), line, shares_memory, timeout_s=60)
+    curve, first = reference(toy, world_size, 8), 0
+    for size in map(int, groups.split("+")):
+        worst = check(ranks[first : first + size], curve)
+        assert worst <= 1e-14, f"{worst:.1e}"
+        total = sum(facts.owned for facts in ranks[first : first + size])
+        assert total == sum(value.numel() for value in ranks[0].parameters.values())
+        first += size
+    for name in ranks[0].parameters:
+        assert all(torch.equal(facts.parameters[name], ranks[0].parameters[name]) for facts in ranks)
+
+
 MODULES = {toy: "main,branch" if toy == "SometimesUnused" else "body,cls,reg" for toy in TOYS}
 ALL = [
     ("3,1", "9,3"),

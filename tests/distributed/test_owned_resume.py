@@ -49,6 +49,7 @@ class Layout:
     balance: str
     own: str | None = None
     kind: str = "state"
+    groups: str = "all"  # the ranks of each group that holds everything
 
     @property
     def world_size(self) -> int:
@@ -56,6 +57,7 @@ class Layout:
 
     def words(self) -> list[str]:
         owners = [] if self.own is None else ["--shard-model", self.kind, "--own", self.own]
+        owners += [] if self.own is None else ["--shard-groups", self.groups]
         owners += ["--shard-modules", "first,still,last"] if self.kind == "all" else []
         return ["--balance", self.balance, *owners]
 
@@ -69,6 +71,8 @@ LAYOUTS = {
     "all 1:3": Layout("3,1", "1,3", "all"),
     "all 6:2:1": Layout("7,4,1", "6,2,1", "all"),
     "all server": Layout("3,1,0", "1,1,8", "all"),
+    "2+1": Layout("7,4,1", "3,1,2", groups="2+1"),
+    "all 2+1": Layout("7,4,1", "1,3,1", "all", groups="2+1"),
 }
 #: The ranks of each pair compute the same samples. Replicas that share memory, and owners, add the gradients of all
 #: ranks in rank order, and AdamW updates element by element. So every sum of both has one order, if no step is clipped:
@@ -178,7 +182,7 @@ def run_all(jobs: Mapping[Any, tuple[str, str, list[str]]], shares_memory: bool)
     for world_size in sorted({LAYOUTS[layout].world_size for layout, _, _ in jobs.values()}):
         chosen = {key: job for key, job in jobs.items() if LAYOUTS[job[0]].world_size == world_size}
         runs = [(folder, [*words, *LAYOUTS[layout].words()]) for layout, folder, words in chosen.values()]
-        ranks = run_ranks(live, world_size, runs, shares_memory, timeout_s=60)
+        ranks = run_ranks(live, world_size, runs, shares_memory, timeout_s=180)
         found |= {key: list(courses) for key, courses in zip(chosen, zip(*ranks), strict=True)}
     return found
 

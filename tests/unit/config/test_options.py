@@ -285,6 +285,9 @@ def test_the_memory_for_state_is_a_size_or_a_promise_to_stay(text: str, size: in
         ("--own-memory tape:1G", "--own-memory tape:1G: expected a size as in 24G"),
         ("--own-memory gpu:8G,host:40G", "--own-memory gpu:8G,host:40G: only with --shard-model all does what a rank"
          " owns lie apart from what it computes with, so that it may be in host memory; --shard-model is state"),
+        ("--shard-groups 2+0", "--shard-groups 2+0: expected all, node, or the ranks of each group, as in 2+1"),
+        ("--shard-groups nodes", "--shard-groups nodes: expected all, node, or the ranks of each group, as in 2+1"),
+        ("--shard-groups node --shard-model none", "--shard-groups node divides the optimizer state, but --shard"),
         ("--own 3,1 --own-memory 24G", "--own-memory 24G is for --own auto, but --own 3,1 divides the state already:"
          " leave one of them out"),
         ("--own equal --shard-model none", "--own equal divides the optimizer state, but --shard-model none keeps all"
@@ -304,6 +307,11 @@ def test_owners_are_one_weight_for_each_rank() -> None:
     with pytest.raises(ConfigError, match="--own 3,1 gives 2 weights for 3 ranks: give one weight per rank"):
         found.check_world(3)
     parse([*SHARDED, "--own", "equal"]).distributed.check_world(3)
+    groups = parse([*SHARDED, "--shard-groups", "2+1"]).distributed
+    assert groups.shard_group_sizes() == (2, 1)
+    groups.check_world(3)
+    with pytest.raises(ConfigError, match=r"--shard-groups 2\+1 has 3 ranks, and the run has 4: name each rank once"):
+        groups.check_world(4)
 
 
 def test_a_switch_may_say_false() -> None:
@@ -640,7 +648,7 @@ def candidates(hint: Any, choices: tuple[str, ...], draw: random.Random) -> list
         return [-1, 0, 1, 2, 2**62, draw.randrange(1, 10**6)]
     if hint is float:
         return [-1.0, 0.0, 1e-300, 1e-08, 0.1 + 0.2, 0.5, 1.0, 3e22, 1e16, draw.random()]
-    return [*choices, *NASTY_TEXTS, "5,2,1", "{'eps': 1e-6}", "tcp://node-1:29400", "file:///shared/a run"]
+    return [*choices, *NASTY_TEXTS, "5,2,1", "2+1", "{'eps': 1e-6}", "tcp://node-1:29400", "file:///shared/a run"]
 
 
 #: options that mean something only beside others
@@ -652,6 +660,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "own": {"shard_model": "state"},
     "own_memory": {"shard_model": "state"},
     "shard_modules": {"shard_model": "all"},
+    "shard_groups": {"shard_model": "state"},
     "offload_dir": {"offload_activations": True},
     "scale_lr": {"scale_lr_from": 64},
     "scale_lr_from": {"scale_lr": "linear"},

@@ -38,10 +38,12 @@ hetseq/parallel/owned_gradients.py
     OwnedGradients._await_gathers: transfer.wait: a transfer has the deadline of its group
 hetseq/parallel/owned_units.py
     OwnedUnits._collect: unit.sending.wait: as above
+    OwnedUnits._take_from_rank_zero: exchange.sum_to_owners(given, mine, bounds=bounds, givers=(0,)).wait: as above
 hetseq/parallel/owned_parameters.py
     OwnedParameters._await: transfer.wait: as above
     OwnedParameters._end_round: transfer.wait: as above
-    OwnedParameters._take_own: exchange.sum_to_owners(given, own, bounds=unit.bounds, givers=(0,)).wait: as above
+hetseq/parallel/group_sums.py
+    GroupSum._end: _transfer.wait: as above
 hetseq/parallel/offload_tiers.py
     DiskTier.bring: read.result: the thread reads, and waits for the disk alone
     DiskTier._read: written.result: the thread writes, and waits for the disk and the GPU alone

@@ -1,0 +1,84 @@
+"""Groups of ranks that each hold all of the state (`--shard-groups`): a group that is killed costs one step.
+
+Three ranks in groups of two and one, without images and without a save: only the other group has what is lost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetseq.testing import Faults
+from tests.chaos.owned_runs import Calm, Run, check_survivors, one_after_the_other
+from tests.chaos.runs import Chaos
+from tests.chaos.test_image_kills import IN_MEMORY
+from tests.chaos.test_layer_kills import SOME_LAYERS, in_turn, task
+from tests.chaos.test_owned_kills import SAVING, check_each_costs_one_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@shared_or_not
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_group_whose_rank_is_killed_gets_its_state_from_the_other_one(
+    victim: int, shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
+) -> None:
+    """One of two ranks of a group, and all of the other group; in each phase of a step."""
+    kinds = {"shares_memory": shares_memory}
+    faults = one_after_the_other(victim, nth=2)
+    run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=kinds, **SAVING)
+    check_each_costs_one_step(run, undisturbed, moves=victim == 1)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@pytest.mark.parametrize("victim", [1, 2])
+def test_so_it_is_where_parameters_come_and_go(
+    victim: int, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    faults = in_turn(victim, SOME_LAYERS)
+    run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=task(False), **SAVING)
+    check_each_costs_one_step(run, undisturbed_layers, moves=victim == 1)
+
+
+def check_a_group_at_once(chaos: Chaos, calm: Calm, folder: Path, **kinds: bool) -> None:
+    """Both ranks of a group are killed in the same instant, three times."""
+    faults = Faults()
+    for incarnation, (step, phase) in enumerate([(8, "reduce"), (30, "commit"), (60, "optimizer")]):
+        for rank in (0, 1):
+            faults = faults.kill(rank=rank).at(step=step, phase=phase, incarnation=incarnation)
+    run = Run(chaos, folder, faults, own="2,1,1", shard_groups="2+1", task=kinds, **SAVING)
+    run.check_curve(calm)
+    assert not any("lost" in loss for loss in run.losses)
+    begun = check_survivors(run.computed, run.kills, calm.samples_of)
+    assert max(begun.values()) <= 2
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+@shared_or_not
+def test_all_ranks_of_a_group_are_killed_in_the_same_instant(
+    shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
+) -> None:
+    check_a_group_at_once(chaos, undisturbed, tmp_path, shares_memory=shares_memory)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+def test_so_are_those_whose_parameters_come_and_go(chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path) -> None:
+    check_a_group_at_once(chaos, undisturbed_layers, tmp_path, shares_memory=False, has_layers=True)
+
+
+@pytest.mark.fault("FT-1", "FT-2")
+def test_ranks_of_two_groups_that_are_killed_at_once_cost_the_steps_since_an_image(
+    chaos: Chaos, undisturbed: Calm, tmp_path: Path
+) -> None:
+    """No group is whole then; the third node has the image of the first one."""
+    faults = Faults().kill(rank=0).at(step=19, phase="reduce").kill(rank=2).at(step=19, phase="reduce")
+    kinds = {"shares_memory": True, "are_nodes": True}
+    run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=kinds, **IN_MEMORY)
+    run.check_losses(undisturbed)
+    (loss,) = [event for event in run.found.events if event.get("lost")]
+    assert 0 < loss["step"] < 19
+    assert loss["image"]
