@@ -60,7 +60,7 @@ soak: $(VENV)/.installed-dev  ## kills for eight hours, with an eye on memory an
 
 # ONLY="facts gloo": these sections alone
 gpu: $(VENV)/.installed-dev  ## whether HetSeq works on a GPU, with the tests marked gpu; DEVICE=cpu: what needs none
-	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 2000 $(if $(ONLY),--only $(ONLY))
+	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 2200 $(if $(ONLY),--only $(ONLY))
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors, plain English
 	$(PY) -m ruff format --check .

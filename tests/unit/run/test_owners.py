@@ -26,6 +26,11 @@ STATE_BYTES = 12 * PARAMETERS  # of AdamW: two moments and the gradient
 PLENTY = 1 << 30
 
 
+@pytest.fixture(autouse=True)
+def _memory_of_this_process_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "keep_freed_memory", lambda: None)
+
+
 def material_of(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module] | None = None) -> Any:
     return SimpleNamespace(model=model, layers=layers or {}, fill=None)
 
