@@ -93,7 +93,7 @@ def described(row: dict[str, Any]) -> str:
 
 
 def report(rows: list[dict[str, Any]]) -> int:
-    """Print the ratio and what was missed."""
+    """Print the ratio, and each bar that was missed; 1 if there is one."""
     chained, direct = ([row for row in rows if row["what"] == kind] for kind in ("Chained", "Direct"))
     ratios = [one["step_s"] / other["step_s"] for one, other in zip(chained, direct)]
     apart = max(abs(a - b) for one, other in zip(chained, direct) for a, b in zip(one["losses"], other["losses"]))

@@ -653,7 +653,7 @@ class DistributedConfig:
         return () if self.own == "equal" else _weights("own", self.own, self.own)
 
     def own_memory_bytes(self) -> int | None:
-        """The most memory of this node's devices that `--own auto` may use for what its ranks own; None: what is free.
+        """The most memory of this node's devices for the parts of its ranks, with `--own auto`; None: all free memory.
         The device of a rank on the CPU is its host."""
         return self._own_memory().get("gpu")
 

@@ -1,6 +1,6 @@
 """Groups of ranks that each hold all of the state (`--shard-groups`): a group that is killed costs one step.
 
-Three ranks in groups of two and one, without images and without a save: only the other group has what is lost.
+Three ranks in groups of two and one, without images: only the other group has the parts that are lost.
 """
 
 from __future__ import annotations

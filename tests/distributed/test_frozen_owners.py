@@ -1,4 +1,4 @@
-"""Frozen parameters come and go like trained ones, in checkpoints or not: the curve is that of one device."""
+"""Frozen parameters come and go like trained ones, in checkpoints or not: the curve of one device."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_rank_holds_its_part_of_the_frozen_weights_and_two_layers_and_the_root
     assert abs(ranks[1].owned - total / 4) <= 8 * 8  # one number for each unit
 
 
-# what is refused
+# refusals
 
 
 class Changing(Adapted):

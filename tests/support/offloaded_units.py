@@ -38,7 +38,7 @@ def gradients(*, is_offloaded: bool) -> tuple[list[torch.Tensor], int]:
 
 
 def main() -> None:
-    """Print what was compared."""
+    """Print the comparison of gradients, and how many tensors left."""
     tsm.init({"sm_activation_offloading": True, "activation_loading_horizon": 0})
     plain, _ = gradients(is_offloaded=False)
     offloaded, moved = gradients(is_offloaded=True)

@@ -1,4 +1,4 @@
-"""The configuration of an FSDP script: where it is found, and what is refused."""
+"""The configuration of an FSDP script: the places where it is found, and refusals."""
 
 from __future__ import annotations
 
