@@ -81,4 +81,4 @@ def test_a_model_with_tied_words_is_refused_beside_tensor_parallelism(tmp_path: 
 def test_offload_leaves_gathered_parameters_where_they_are_and_changes_no_bit() -> None:
     said = output(2, ROOT / "tests" / "support" / "offloaded_units.py")
     # the input of the model, and the result of each of the three units
-    assert re.findall(r"^rank [01]: (.*)$", said, re.MULTILINE) == ["gradients equal: True, tensors that left: 4"] * 2
+    assert "gradients equal, tensors that left: [(True, 4), (True, 4)]\n" in said
