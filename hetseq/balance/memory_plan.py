@@ -7,11 +7,13 @@ The one idea: samples follow speed and state follows memory, independently. `non
 sums whole on every rank. `state` gives each rank a fraction of them, and the parameters stay whole everywhere. `all`
 gives each rank a fraction of the parameters too, which come and go layer by layer, in as many rounds as the rank with
 the most micro-batches needs; each share is cut evenly into them. With fractions in proportion to the free memory every
-rank is left the same part of it.
+rank is left the same part of it. Where nodes have several ranks, both are also planned with one group for each node:
+every node holds everything once, and only sums travel between nodes.
 
 Symbols of the comments: P parameters; c, m, o, g bytes per parameter for computing, a separate master copy, the
 optimizer and the gradient; A bytes of activations per sample; f_i the fraction that rank i owns; a_i is 1 if it
-computes samples, else 0; C the number of ranks that do; n layers; R rounds.
+computes samples, else 0; C the number of ranks that do; n layers; R rounds; G groups. With groups f_i is the fraction
+of what a group holds, and C counts the ranks of a group.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ class RankMemory:
     """One rank: its cost in samples (a limit of 0: it computes nothing), its memory and its link.
 
     `host_bytes` may hold state beside the device. `most_owned_bytes` limits the state there, None for no limit.
-    `is_stable`: its node stays until the end of the run.
+    `is_stable`: its node stays until the end of the run. Ranks with an equal `node` are on one node; "" is a node of
+    its own. `node_bytes_per_s` is the link between them, None for the link that it has to all others.
     """
 
     name: str
@@ -150,6 +153,11 @@ class RankMemory:
     host_bytes: int = 0
     most_owned_bytes: int | None = None
     is_stable: bool = False
+    node: str = ""
+    node_bytes_per_s: float | None = None
+
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,8 @@ class Layout:
     """A layout that fits. Lists are by rank; `left_bytes` is what state and computing leave of the usable memory.
 
     `micro_batch`: the most samples of one forward. `rounds`: micro-batches of the rank that has the most. `exchange_s`:
-    of each exchange the busiest link's, added up; parts are hidden.
+    of each exchange the busiest link's, added up; parts are hidden. `groups`: the ranks of each node, which hold
+    everything once; none: all ranks together do.
     """
 
     shard_model: str
@@ -171,23 +180,48 @@ class Layout:
     compute_s: float
     exchange_s: float
     step_s: float
+    groups: Groups = ()
+
+    @property
+    def name(self) -> str:
+        """The values of `--shard-model` and `--shard-groups`, as they are typed."""
+        return _named(self.shard_model, self.groups)
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """A layout that does not fit, with the micro-batch that lacks the least; `reason` ends in three remedies.
+    """A layout that does not fit, with the micro-batch that lacks the least; `reason` ends in remedies.
 
     `missing_bytes` is by rank: what each lacks for parameters and samples; `missing_state_bytes` is what all ranks
-    together lack for the state.
+    together lack for the state, or the ranks of the nodes that lack some. `groups` as of a layout.
     """
 
     shard_model: str
     missing_bytes: tuple[int, ...]
     missing_state_bytes: int
     reason: str
+    groups: Groups = ()
+
+    @property
+    def name(self) -> str:
+        """As of a layout."""
+        return _named(self.shard_model, self.groups)
 
 
 Candidate = Layout | Misfit
+
+
+def nodes_of(ranks: Sequence[RankMemory]) -> Groups:
+    """The ranks of each node, in the order of their first ranks."""
+    found: dict[str | int, list[int]] = {}
+    for place, rank in enumerate(ranks):
+        found.setdefault(rank.node or place, []).append(place)
+    return tuple(map(tuple, found.values()))
+
+
+def may_group(nodes: Groups) -> bool:
+    """Whether one group for each node is a layout of its own: there are several nodes, and one has several ranks."""
+    return 1 < len(nodes) < sum(map(len, nodes))
 
 
 def candidates(
@@ -195,13 +229,18 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """The best layout of each kind for a step of `total` samples, or why there is none; in the order of `kinds`.
 
-    Micro-batches of 1, 2, 4, ... samples are tried, up to the whole step. Raises ValueError if no rank computes
-    samples, or if their limits hold fewer than `total`.
+    A kind with owners comes a second time, with one group for each node, if `may_group`. Micro-batches of 1, 2, 4, ...
+    samples are tried, up to the whole step. Raises ValueError if no rank computes samples, or if their limits hold
+    fewer than `total`.
     """
     found: list[Candidate] = []
     sizes = [*(2**power for power in range(max(1, (total - 1).bit_length()))), total]
+    nodes = nodes_of(ranks)
+    arrangements: list[tuple[str, Groups]] = []
     for kind in kinds:
-        tried = [_candidate(kind, ranks, model, total, size) for size in sizes]
+        arrangements += [(kind, ()), (kind, nodes)] if kind != "none" and may_group(nodes) else [(kind, ())]
+    for kind, groups in arrangements:
+        tried = [_candidate(kind, groups, ranks, model, total, size) for size in sizes]
         fitting = [one for one in tried if isinstance(one, Layout)]
         misfits = [one for one in tried if isinstance(one, Misfit)]
         # of equally fast ones the smallest micro-batch, which leaves the most memory
@@ -216,11 +255,11 @@ def candidates(
 def choose(found: Sequence[Candidate]) -> Layout:
     """The fastest of the candidates that fit; within 2 % the first of them, which is the simpler.
 
-    Raises ConfigError with the reason of the last one if none fits.
+    Raises ConfigError with the reason of the last one without groups if none fits.
     """
     fitting = [one for one in found if isinstance(one, Layout)]
     if not fitting:
-        last = found[-1]
+        last = [one for one in found if not one.groups][-1]
         assert isinstance(last, Misfit)
         raise ConfigError(f"--shard-model {last.shard_model}: {last.reason}")
     least_s = min(one.step_s for one in fitting)
@@ -251,8 +290,10 @@ def _fractions(room: Sequence[int], is_stable: Sequence[bool], needed: int) -> t
     return (1 / len(room),) * len(room) if needed <= 0 else None
 
 
-def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total: int, size: int) -> Candidate:
-    """The layout of this kind with micro-batches of at most `size` samples."""
+def _candidate(
+    kind: str, groups: Groups, ranks: Sequence[RankMemory], model: ModelMemory, total: int, size: int
+) -> Candidate:
+    """The layout of this kind with micro-batches of at most `size` samples; without `groups` all ranks are one."""
     usable = [int(USABLE * rank.device_bytes) for rank in ranks]
     costs = [_in_micro_batches(model.costs(rank.cost), size) for rank in ranks]
     while True:
@@ -273,32 +314,41 @@ def _candidate(kind: str, ranks: Sequence[RankMemory], model: ModelMemory, total
         costs = others
     names = [rank.name for rank in ranks]
     if any(missing):
-        return Misfit(kind, missing, 0, _too_small(kind, model, names, missing))
-    fractions: tuple[float, ...] = (1.0,) * len(ranks)
+        return Misfit(kind, missing, 0, _too_small(kind, model, names, missing), groups)
+    fractions = [1.0] * len(ranks)
     left = [most - bytes_ for bytes_, most in zip(taken, usable)]
     if kind != "none":
-        owned_bytes = model.owned_bytes(kind) + (model.received_bytes if kind == "all" else 0)
+        owned_bytes, _ = _to_own(kind, model)
         left = [bytes_ + rank.host_bytes for bytes_, rank in zip(left, ranks)]
         room = [bytes_ if rank.most_owned_bytes is None else min(bytes_, rank.most_owned_bytes)
                 for bytes_, rank in zip(left, ranks)]  # fmt: skip
-        divided = _fractions(room, [rank.is_stable for rank in ranks], owned_bytes)
-        if divided is None:
-            return Misfit(kind, missing, owned_bytes - sum(room), _no_room_to_own(kind, model, names, room))
-        fractions = divided
+        every: Groups = groups or (tuple(range(len(ranks))),)
+        lacking = 0
+        for group in every:
+            rooms = [room[rank] for rank in group]
+            divided = _fractions(rooms, [ranks[rank].is_stable for rank in group], owned_bytes)
+            if divided is None:
+                lacking += owned_bytes - sum(rooms)
+            for rank, own in zip(group, divided or ()):
+                fractions[rank] = own
+        if lacking:
+            reason = (_no_node_to_own if groups else _no_room_to_own)(kind, model, names, room, every)
+            return Misfit(kind, missing, lacking, reason, groups)
         left = [bytes_ - round(own * owned_bytes) for bytes_, own in zip(left, fractions)]
     compute_s = rounds_seconds(shares, costs, rounds) if kind == "all" else step_seconds(shares, costs)
     exchange_s, exposed_s = 0.0, 0.0
-    phases = _phases(kind, model, shares, fractions, rounds)
+    phases = _phases(kind, model, shares, fractions, rounds, Places.of(ranks, groups))
     for part, flows in phases:
-        phase_s = max(max(flow) / rank.link_bytes_per_s for flow, rank in zip(flows, ranks))
+        phase_s = max(flow.seconds(rank) for flow, rank in zip(flows, ranks))
         exchange_s += phase_s
         exposed_s += max(0.0, phase_s - part * compute_s)
     sent, received = (
-        tuple(round(sum(flows[rank][way] for _, flows in phases)) for rank in range(len(ranks))) for way in (0, 1)
+        tuple(round(sum(flows[rank].bytes(way) for _, flows in phases)) for rank in range(len(ranks))) for way in (0, 1)
     )
     return Layout(
-        kind, size, rounds, shares, fractions, sent, received, tuple(left), compute_s, exchange_s, compute_s + exposed_s
-    )
+        kind, size, rounds, shares, tuple(fractions), sent, received, tuple(left), compute_s, exchange_s,
+        compute_s + exposed_s, groups,
+    )  # fmt: skip
 
 
 def _above_limit(kind: str, model: ModelMemory, rank: RankMemory) -> int:
@@ -348,57 +398,115 @@ def rounds_seconds(shares: Sequence[int], costs: Sequence[Cost], rounds: int) ->
     )
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where ranks are: the node of each by number, (world_size,), and the groups that hold everything once."""
+
+    nodes: tuple[int, ...]
+    groups: Groups
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankMemory], groups: Groups) -> Places:
+        """Without `groups` all ranks are one."""
+        number_of = {rank: number for number, node in enumerate(nodes_of(ranks)) for rank in node}
+        return cls(tuple(number_of[rank] for rank in range(len(ranks))), groups or (tuple(range(len(ranks))),))
+
+
+@dataclass
+class Flow:
+    """The bytes of one rank in an exchange, sent and received: with other nodes, and with other ranks of its own."""
+
+    far: list[float]  # (2,)
+    near: list[float]  # (2,)
+
+    def bytes(self, way: int) -> float:
+        """Of both links; `way` 0: sent, 1: received."""
+        return self.far[way] + self.near[way]
+
+    def seconds(self, rank: RankMemory) -> float:
+        """Both ways at once, on both links at once; if there is only one link, it carries both."""
+        if rank.node_bytes_per_s is None:
+            return max(map(self.bytes, (0, 1))) / rank.link_bytes_per_s
+        return max(max(self.far) / rank.link_bytes_per_s, max(self.near) / rank.node_bytes_per_s)
+
+
 def _phases(
-    kind: str, model: ModelMemory, shares: Sequence[int], fractions: Sequence[float], rounds: int
-) -> list[tuple[float, list[tuple[float, float]]]]:
+    kind: str, model: ModelMemory, shares: Sequence[int], fractions: Sequence[float], rounds: int, places: Places
+) -> list[tuple[float, list[Flow]]]:
     """The exchanges of a step, one after the other: the part of its compute behind which each can hide, and the bytes
-    that each rank sends and receives, (world_size, 2)."""
-    world_size, computing = len(shares), sum(share > 0 for share in shares)
+    of each rank."""
+    world_size = len(shares)
     forward, backward = model.forward_part, 1 - model.forward_part
     if kind == "none":
         ring = 2 * (world_size - 1) / world_size * model.gradient_bytes
-        return [(backward / rounds, [(ring, ring)] * world_size)]
-    # by rank: the part that it lacks and computes with, a(1-f), and the part that it gives to others, f(C-a)
-    parts = [((share > 0) * (1 - own), own * (computing - (share > 0))) for share, own in zip(shares, fractions)]
+        return [(backward / rounds, [Flow([ring, ring], [0.0, 0.0]) for _ in shares])]
+    gathers, sums = _of_one_unit(shares, fractions, places)
 
-    relays = _relays(shares, fractions)
-
-    def flows(gathered: int, summed: int, frozen: float = 0.0) -> list[tuple[float, float]]:
-        c, g = gathered * model.compute_bytes_per_parameter + frozen, summed * model.gradient_bytes_per_parameter
+    def flows(gathered: int, summed: int, frozen: float = 0.0, *, times: int = 1) -> list[Flow]:
+        c = times * (gathered * model.compute_bytes_per_parameter + frozen)
+        g = times * summed * model.gradient_bytes_per_parameter
         return [
-            (given * c + lacked * g + on_c * c, lacked * c + given * g + on_g * g)
-            for (lacked, given), (on_c, on_g) in zip(parts, relays)
-        ]
+            Flow([a * c + b * g for a, b in zip(one.far, other.far)],
+                 [a * c + b * g for a, b in zip(one.near, other.near)])
+            for one, other in zip(gathers, sums)
+        ]  # fmt: skip
 
+    # between groups, once a step, before the commit: each owner gives and takes 2 (G - 1) / G of its sums
+    groups = len(places.groups)
+    ring = 2 * (groups - 1) / groups * model.gradient_bytes
+    across = [(0.0, [Flow([ring * own] * 2, [0.0, 0.0]) for own in fractions])] if groups > 1 else []
     if kind == "state":  # forward waits for all parameters; the last backward hides gradients
-        return [(0.0, flows(model.parameters, 0)), (backward / rounds, flows(0, model.parameters))]
+        return [(0.0, flows(model.parameters, 0)), (backward / rounds, flows(0, model.parameters)), *across]
     # in each round nothing hides the first layer and the root, neither when they come nor when their gradients go. Of
     # the other layers parameters come twice, but for the last one, which stays between forward and backward.
     first, others, hiding = model.layer + model.root, model.parameters - model.layer - model.root, 1 - 1 / model.layers
     of_first = model.frozen_bytes * 2 / (1 + model.layers)
     of_others = model.frozen_bytes - of_first
-    once = [
-        (0.0, flows(first, 0, of_first)),
-        (forward * hiding, flows(others, 0, of_others)),
-        (backward * hiding, flows(others, others, of_others)),
-        (0.0, flows(0, first)),
+    return [
+        (0.0, flows(first, 0, of_first, times=rounds)),
+        (forward * hiding, flows(others, 0, of_others, times=rounds)),
+        (backward * hiding, flows(others, others, of_others, times=rounds)),
+        (0.0, flows(0, first, times=rounds)),
+        *across,
     ]
-    return [(part, [(rounds * sent, rounds * received) for sent, received in by_rank]) for part, by_rank in once]
 
 
-def _relays(shares: Sequence[int], fractions: Sequence[float]) -> list[tuple[float, float]]:
-    """What a chain (`balance.chains`) changes for each rank: the part of the model that it sends more when parameters
-    come, and that it receives more when gradients go."""
-    computing = [rank for rank, share in enumerate(shares) if share]
-    changes = [(0.0, 0.0)] * len(shares)
-    owner = chained_owner(list(itertools.accumulate(fractions, initial=0.0)), computing)
-    if owner is None:
-        return changes
-    part, others = fractions[owner], [rank for rank in computing if rank != owner]
-    for place, rank in enumerate(others):  # the last one passes no parameters on, and the first one gets no sum
-        changes[rank] = (part * (place + 1 < len(others)), part * (place > 0))
-    changes[owner] = (-part * (len(others) - 1),) * 2
-    return changes
+def _of_one_unit(shares: Sequence[int], fractions: Sequence[float], places: Places) -> tuple[list[Flow], list[Flow]]:
+    """What each rank sends and receives when parameters come and when gradients go, for one byte of the model."""
+    gathers, sums = ([Flow([0.0, 0.0], [0.0, 0.0]) for _ in shares] for _ in range(2))
+    for group in places.groups:
+        computing = [rank for rank in group if shares[rank]]
+        owner = _chained(group, fractions, computing)
+        direct = {rank: 0.0 if rank == owner else fractions[rank] for rank in group}
+        owned_on: dict[int, float] = {}
+        computing_on: dict[int, int] = {}
+        for rank in group:
+            node = places.nodes[rank]
+            owned_on[node] = owned_on.get(node, 0.0) + direct[rank]
+            computing_on[node] = computing_on.get(node, 0) + (shares[rank] > 0)
+        whole = sum(direct.values())
+        for rank in group:
+            node, own, computes = places.nodes[rank], direct[rank], shares[rank] > 0
+            # the part that it lacks and computes with, a(1-f), and the part that it gives to others, f(C-a)
+            far = [own * (len(computing) - computing_on[node]), computes * (whole - owned_on[node])]
+            near = [own * (computing_on[node] - computes), computes * (owned_on[node] - own)]
+            gathers[rank], sums[rank] = Flow(far, near), Flow(far[::-1], near[::-1])
+        if owner is not None:  # its part goes from rank to rank
+            others = [rank for rank in computing if rank != owner]
+            for flows, path in ((gathers, [owner, *others]), (sums, [*others, owner])):
+                for sender, receiver in itertools.pairwise(path):
+                    is_near = places.nodes[sender] == places.nodes[receiver]
+                    for rank, way in ((sender, 0), (receiver, 1)):
+                        (flows[rank].near if is_near else flows[rank].far)[way] += fractions[owner]
+    return gathers, sums
+
+
+def _chained(group: Sequence[int], fractions: Sequence[float], computing: Sequence[int]) -> int | None:
+    """The rank of a group whose part takes a chain (`balance.chains`), None if there is none."""
+    place_of = {rank: place for place, rank in enumerate(group)}
+    bounds = list(itertools.accumulate((fractions[rank] for rank in group), initial=0.0))
+    place = chained_owner(bounds, [place_of[rank] for rank in computing])
+    return None if place is None else group[place]
 
 
 # words
@@ -410,6 +518,10 @@ def in_words(count: float) -> str:
         if count >= size:
             return f"{count / size:,.3g} {unit}"
     return f"{count:.0f} bytes" if count else "none"
+
+
+def _named(shard_model: str, groups: Groups) -> str:
+    return f"{shard_model} --shard-groups node" if groups else shard_model
 
 
 def _too_small(kind: str, model: ModelMemory, names: Sequence[str], missing: Sequence[int]) -> str:
@@ -431,11 +543,29 @@ def _too_small(kind: str, model: ModelMemory, names: Sequence[str], missing: Seq
     )
 
 
-def _no_room_to_own(kind: str, model: ModelMemory, names: Sequence[str], room: Sequence[int]) -> str:
-    needed = model.owned_bytes(kind) + (model.received_bytes if kind == "all" else 0)
-    what = "parameters, optimizer state" if kind == "all" else "optimizer state"
+def _no_room_to_own(kind: str, model: ModelMemory, names: Sequence[str], room: Sequence[int], _: Groups) -> str:
     fewer = "--batch-size" if model.checkpoints else "--batch-size, --checkpoint-modules auto"
+    needed, what = _to_own(kind, model)
     return f"{_no_room(names, room, needed, what)}, or compute fewer samples at a time ({fewer})"
+
+
+def _no_node_to_own(kind: str, model: ModelMemory, names: Sequence[str], room: Sequence[int], nodes: Groups) -> str:
+    needed, what = _to_own(kind, model)
+    short = [node for node in nodes if sum(room[rank] for rank in node) < needed]
+    rooms = _listed(
+        [f"{_listed([names[rank] for rank in node])} {in_words(sum(room[rank] for rank in node))}" for node in short]
+    )
+    return (
+        f"each node needs {in_words(needed)} for {what} and gradient sums, and {len(short)} of {len(nodes)} have not as"
+        f" much room ({rooms}): divide them among all ranks with --shard-groups all"
+    )
+
+
+def _to_own(kind: str, model: ModelMemory) -> tuple[int, str]:
+    """The bytes of what has owners, with what an owner receives, and its name."""
+    if kind == "all":
+        return model.owned_bytes(kind) + model.received_bytes, "parameters, optimizer state"
+    return model.owned_bytes(kind), "optimizer state"
 
 
 def _no_room(names: Sequence[str], room: Sequence[int], needed: int, what: str = "optimizer state") -> str:

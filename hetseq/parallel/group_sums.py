@@ -120,15 +120,19 @@ class GroupSum:
         for memory in self._outgoing.values():
             self._exchange.release(memory)
         self._outgoing.clear()
-        return self._incoming
+        incoming, self._incoming = self._incoming, {}
+        return incoming
 
 
 def sum_across_groups(sums: Sequence[GroupSum]) -> None:
-    """Carry these sums out, one unit after the other with the next one under way. Collective. Raises PeerLostError."""
-    for one, before in zip([*sums, None], [None, *sums]):
+    """Carry these sums out, one unit after the other with the next one under way. Collective. Raises PeerLostError.
+
+    Memory for what travels is needed for three units at a time.
+    """
+    for one, before, last in zip([*sums, None, None], [None, *sums, None], [None, None, *sums]):
         if one is not None:
             one.begin()
         if before is not None:
             before.add_up()
-    for one in sums:
-        one.finish()
+        if last is not None:
+            last.finish()

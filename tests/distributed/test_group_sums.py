@@ -68,3 +68,26 @@ def test_all_groups_get_the_same_sums_with_the_bytes_of_a_ring(case: str, shares
         ring = 4 * facts["own"] * 2 * (len(groups) - 1) / len(groups)
         assert abs(facts["sent"] - ring) <= 4 * 12  # parts of a segment are whole numbers of elements
         assert abs(facts["received"] - ring) <= 4 * 12
+
+
+class Noted(GroupSum):
+    """Notes which units travel in place of sending them."""
+
+    def __init__(self, travelling: list[int], most: list[int], unit: int) -> None:
+        self._of_all, self._most, self._unit = travelling, most, unit
+
+    def begin(self) -> None:
+        self._of_all.append(self._unit)
+        self._most.append(len(self._of_all))
+
+    def add_up(self) -> None:
+        assert self._unit in self._of_all
+
+    def finish(self) -> None:
+        self._of_all.remove(self._unit)
+
+
+def test_what_travels_between_groups_is_never_more_than_three_units() -> None:
+    travelling, most = list[int](), list[int]()
+    sum_across_groups([Noted(travelling, most, unit) for unit in range(7)])
+    assert (travelling, max(most)) == ([], 3)
