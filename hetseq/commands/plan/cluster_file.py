@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,10 +32,10 @@ _TOP = (
 )  # fmt: skip
 _GROUP = (
     "name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link", "memory", "host_memory",
-    "stable", "ranks_per_node",
+    "stable", "ranks_per_node", "node_mbit_per_s",
 )  # fmt: skip
 _OF_MODEL = ("activation", "frozen", "layers", "checkpointing", "offload")
-_OF_MEMORY = ("memory", "host_memory", "stable")
+_OF_MEMORY = ("memory", "host_memory", "stable", "node_mbit_per_s")
 _BUCKET = 25 * 2**20 // 4  # elements of the buckets of --bucket-cap-mb
 _LINK = ("mbit_per_s", "latency_ms")
 
@@ -122,12 +122,15 @@ def _memory(top: _Table, tables: Sequence[_Table], groups: Sequence[RankGroup]) 
     for table, group in zip(tables, groups):
         cost = group.rank().cost if group.samples_per_s else Cost(0.0, 1.0, limit=0)
         name = group.name if group.count == 1 else f"each {group.name}"
+        mbit_per_s = table.number("node_mbit_per_s", least=_LEAST) if table.has("node_mbit_per_s") else None
         one = RankMemory(
             name, cost, table.size("memory"), group.link.bytes_per_s, table.size("host_memory", default=0),
             is_stable=table.truth("stable", default=False),
+            node_bytes_per_s=None if mbit_per_s is None else mbit_per_s * 1e6 / 8,
         )  # fmt: skip
         shown.append((group.name, range(len(ranks), len(ranks) + group.count)))
-        ranks += [one] * group.count
+        nodes = (f"{group.name} {place // group.ranks_per_node}" for place in range(group.count))
+        ranks += [replace(one, node=node) for node in nodes]
     model = ModelMemory(
         parameters,
         top.size("activation", default=0),

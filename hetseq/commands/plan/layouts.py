@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hetseq.balance.memory_plan import Layout, Misfit, ModelMemory, RankMemory, candidates, choose, in_words
+from hetseq.balance.memory_plan import (
+    Layout,
+    Misfit,
+    ModelMemory,
+    RankMemory,
+    candidates,
+    choose,
+    in_words,
+    may_group,
+    nodes_of,
+)
 from hetseq.balance.shares import Cost
 from hetseq.balance.simulation import RankModel
 from hetseq.commands.plan.cells import seconds_text, shares_text
@@ -22,6 +32,7 @@ from hetseq.monitor.tables import Cells, table
 
 _MOST_PARAMETERS = 1e15
 _MOST_LAYERS = 1e5
+_MOST_RANKS = 1e5
 _BUCKET_MIB = 25.0
 _MBIT_PER_S = 1000
 _STATE_BYTES = {"fp64": 2}  # of a number, over those of 32 bits
@@ -34,7 +45,8 @@ _CAST_BYTES = {"bf16": 2, "fp16": 2}
 class ModelQuestion:
     """The options of `hetseq plan` about a model; sizes by the number of a rank, or the name of another machine.
 
-    `run_parameters` None: samples cost what they cost in the run.
+    `run_parameters` None: samples cost what they cost in the run. `ranks_per_node` None: ranks are on the nodes of the
+    run. `node_mbit_per_s` None: ranks of a node use the link of `mbit_per_s` between them too.
     """
 
     parameters: int
@@ -48,6 +60,8 @@ class ModelQuestion:
     checkpoints: bool = False
     offloads: bool = False
     frozen_bytes: int = 0
+    ranks_per_node: int | None = None
+    node_mbit_per_s: float | None = None
 
 
 def _parameters(text: str) -> int:
@@ -56,6 +70,10 @@ def _parameters(text: str) -> int:
 
 def _layers(text: str) -> int:
     return int(number_within(text, 1, _MOST_LAYERS, "the number of layers, as in 24"))
+
+
+def _per_node(text: str) -> int:
+    return int(number_within(text, 1, _MOST_RANKS, "the number of ranks on each node, as in 8"))
 
 
 def _mbit(text: str) -> float:
@@ -118,6 +136,12 @@ OPTIONS = (
         read=_mbit,
     ),
     CommandOption(
+        "--node-mbit-per-s", "link between ranks of one node; default: they use that of --mbit-per-s", "N", read=_mbit,
+    ),
+    CommandOption(
+        "--ranks-per-node", "so many ranks in a row are on one node; default: as in the run", "N", read=_per_node,
+    ),
+    CommandOption(
         "--run-parameters",
         "parameters of the model of RUN: its seconds are multiplied by the ratio; default: they stay as measured",
         "N",
@@ -141,7 +165,7 @@ def question_of(given: Given) -> ModelQuestion | None:
         parameters, values["--memory"], values["--host-memory"] or {}, values["--stable"] or (),
         values["--activation"] or 0, values["--mbit-per-s"], values["--run-parameters"],
         values["--layers"] or ModelMemory.layers, values["--checkpoint"], values["--offload"],
-        values["--frozen"] or 0,
+        values["--frozen"] or 0, values["--ranks-per-node"], values["--node-mbit-per-s"],
     )  # fmt: skip
 
 
@@ -191,14 +215,38 @@ def ranks_of(
     if question.mbit_per_s is None:
         notes.append(f"a link is taken to carry {_MBIT_PER_S:,} Mbit/s; --mbit-per-s N gives another number")
     link = (question.mbit_per_s or _MBIT_PER_S) * 1e6 / 8
+    node_link = None if question.node_mbit_per_s is None else question.node_mbit_per_s * 1e6 / 8
+    nodes = _nodes(question, measured, staying, list(costs))
     nothing = Cost(0.0, 1.0, limit=0)
-    return [
+    ranks = [
         RankMemory(
             names.get(name, name), costs[name].scaled(factor) if name in costs else nothing, question.memory[name],
-            link, question.host_memory.get(name, 0), is_stable=name in question.stable,
+            link, question.host_memory.get(name, 0), is_stable=name in question.stable, node=nodes.get(name, ""),
+            node_bytes_per_s=node_link,
         )
         for name in [*costs, *servers]
-    ], notes  # fmt: skip
+    ]  # fmt: skip
+    if question.ranks_per_node is None and may_group(found := nodes_of(ranks)):
+        notes.append(
+            f"ranks are taken to be on nodes as in the run ({'+'.join(str(len(node)) for node in found)});"
+            " --ranks-per-node N gives another number"
+        )
+    return ranks, notes
+
+
+def _nodes(
+    question: ModelQuestion, measured: MeasuredRun, staying: Sequence[int], names: Sequence[str]
+) -> dict[str, str]:
+    """The node of each rank that computes, by its name here; a rank that is not there has a node of its own.
+
+    Raises ConfigError if `--ranks-per-node` does not divide the ranks.
+    """
+    each = question.ranks_per_node
+    if each is None:
+        return {str(rank): measured.ranks[rank].name.rpartition("/")[0] for rank in staying}
+    if len(names) % each:
+        raise ConfigError(f"--ranks-per-node {each}: expected a number that divides the {len(names)} ranks")
+    return {name: f"node {place // each}" for place, name in enumerate(names)}
 
 
 # the answer
@@ -234,10 +282,10 @@ def layout_lines(layouts: ModelLayouts) -> list[str]:
     kinds: list[Cells] = [("--shard-model", "step", "computing", "exchange", "rounds", "micro-batch")]
     for one in layouts.found:
         if isinstance(one, Misfit):
-            kinds.append((one.shard_model, "does not fit", "", "", "", ""))
+            kinds.append((one.name, "does not fit", "", "", "", ""))
         else:
             times = map(seconds_text, (one.step_s, one.compute_s, one.exchange_s))
-            kinds.append((one.shard_model, *times, str(one.rounds), str(one.micro_batch)))
+            kinds.append((one.name, *times, str(one.rounds), str(one.micro_batch)))
     trained_bytes = model.parameter_bytes - model.frozen_bytes
     frozen = f", over {in_words(model.frozen_bytes)} of frozen weights" if model.frozen_bytes else ""
     lines = [
@@ -248,18 +296,16 @@ def layout_lines(layouts: ModelLayouts) -> list[str]:
     ]
     if chosen is not None:
         lines += ["", *table(_by_group(layouts, chosen), left=(0,)), ""]
-        lines.append(
-            f"the best one that fits is --shard-model {chosen.shard_model}, for {layouts.total} samples a step"
-        )
+        lines.append(f"the best one that fits is --shard-model {chosen.name}, for {layouts.total} samples a step")
     else:
         lines.append("")
-    lines += [f"{one.shard_model} does not fit: {one.reason}" for one in layouts.found if isinstance(one, Misfit)]
+    lines += [f"{one.name} does not fit: {one.reason}" for one in layouts.found if isinstance(one, Misfit)]
     return lines
 
 
 def _by_group(layouts: ModelLayouts, chosen: Layout) -> list[Cells]:
     """One row for each group: of ranks that differ, the most that one owns and sends, and the least that is left."""
-    rows: list[Cells] = [(chosen.shard_model, "memory", "share", "owns", "left", "sends", "receives")]
+    rows: list[Cells] = [(chosen.name, "memory", "share", "owns", "left", "sends", "receives")]
     for name, ranks in layouts.groups:
         row = _row(chosen, name, ranks)
         share = shares_text([chosen.shares[rank] for rank in ranks], shown=1)
@@ -287,19 +333,20 @@ def layout_facts(layouts: ModelLayouts) -> dict[str, Any]:
     model, chosen = layouts.model, layouts.chosen
     found: list[dict[str, Any]] = []
     for one in layouts.found:
+        head: dict[str, Any] = {"shard_model": one.shard_model, "shard_groups": "node" if one.groups else "all"}
         if isinstance(one, Misfit):
             missing = {"missing_bytes": max(one.missing_bytes), "missing_state_bytes": one.missing_state_bytes}
-            found.append({"shard_model": one.shard_model, "fits": False, **missing, "reason": one.reason})
+            found.append({**head, "fits": False, **missing, "reason": one.reason})
             continue
         times = {"step_s": one.step_s, "computing_s": one.compute_s, "exchange_s": one.exchange_s}
         groups = [_row(one, name, ranks) for name, ranks in layouts.groups]
-        head = {"shard_model": one.shard_model, "fits": True, **times}
-        head |= {"rounds": one.rounds, "micro_batch": one.micro_batch}
-        found.append({**head, "groups": groups})
+        rounds = {"rounds": one.rounds, "micro_batch": one.micro_batch}
+        found.append({**head, "fits": True, **times, **rounds, "groups": groups})
     return {
         "parameters": model.parameters,
         "parameter_bytes": model.parameter_bytes,
         "state_bytes": model.state_bytes,
         "chosen": None if chosen is None else chosen.shard_model,
+        "chosen_groups": None if chosen is None else "node" if chosen.groups else "all",
         "layouts": found,
     }

@@ -113,6 +113,53 @@ def test_the_options_of_the_run_are_read(tmp_path: Path) -> None:
     assert layouts_in(tmp_path, *QUESTION).model.state_bytes == 5.2 * GB
 
 
+#: four ranks, of which two are not there yet, with room for everything in each half
+HALVES = (
+    "--add", "c:1", "--add", "d:1", "--model-parameters", "1e9", "--memory", "0:40G,1:40G,c:40G,d:40G",
+    "--run-parameters", "1e9", "--mbit-per-s", "100", "--node-mbit-per-s", "100000",
+)  # fmt: skip
+
+
+def test_one_group_for_each_node_is_a_row_with_its_command_line(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PAIR.rows((20, 12)), *HALVES, "--ranks-per-node", "2")
+    assert plan.layouts is not None
+    assert [one.name for one in plan.layouts.found] == [
+        "none", "state", "state --shard-groups node", "all", "all --shard-groups node"
+    ]  # fmt: skip
+    none, state, by_node, all_, all_by_node = plan.layouts.found
+    for one in (none, state, by_node, all_, all_by_node):
+        assert isinstance(one, Layout)
+        assert one.groups == (((0, 1), (2, 3)) if "node" in one.name else ())
+    lines = plan_text(plan).splitlines()
+    shown = [" ".join(line.split()) for line in lines]
+    assert any(line.startswith("state --shard-groups node ") for line in shown)
+    chosen = plan.layouts.chosen
+    assert chosen is not None
+    assert chosen.groups
+    assert f"the best one that fits is --shard-model {chosen.name}, for 32 samples a step" in lines
+    facts = json.loads(plan_json(plan))["model"]
+    assert [one["shard_groups"] for one in facts["layouts"]] == ["all", "all", "node", "all", "node"]
+    assert (facts["chosen"], facts["chosen_groups"]) == (chosen.shard_model, "node")
+
+
+def test_ranks_of_a_run_are_on_its_nodes_unless_something_else_is_said(tmp_path: Path) -> None:
+    together = replace(PAIR, names=("labA/cuda:0", "labA/cuda:1"))
+
+    def names(*words: str) -> tuple[list[str], str]:
+        plan = plan_of(tmp_path, together.rows((20, 12)), *HALVES, *words)
+        assert plan.layouts is not None
+        return [rank.node for rank in plan.layouts.ranks], " ".join(plan.notes)
+
+    nodes, said = names()
+    assert nodes == ["labA", "labA", "", ""]
+    assert "ranks are taken to be on nodes as in the run (2+1+1); --ranks-per-node N gives another number" in said
+    nodes, said = names("--ranks-per-node", "1")
+    assert nodes == ["node 0", "node 1", "node 2", "node 3"]
+    assert "nodes" not in said
+    with pytest.raises(ConfigError, match="--ranks-per-node 3: expected a number that divides the 4 ranks"):
+        names("--ranks-per-node", "3")
+
+
 def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
     text = plan_text(plan_of(tmp_path, PAIR.rows((20, 12)), *SERVER))
     assert "note: " not in text
@@ -155,6 +202,9 @@ def test_the_line_for_scripts_holds_the_layouts(tmp_path: Path) -> None:
         (("--layers", "12"), "--layers belongs to --model-parameters N: add that, or leave --layers out"),
         (("--checkpoint",), "--checkpoint belongs to --model-parameters N: add that, or leave --checkpoint out"),
         (("--offload",), "--offload belongs to --model-parameters N"),
+        (("--ranks-per-node", "2"), "--ranks-per-node belongs to --model-parameters N"),
+        (("--node-mbit-per-s", "2"), "--node-mbit-per-s belongs to --model-parameters N"),
+        ((*QUESTION, "--ranks-per-node", "0"), "--ranks-per-node 0: expected the number of ranks on each node, as in"),
         ((*QUESTION, "--layers", "0"), "--layers 0: expected the number of layers, as in 24"),
         (QUESTION[:2], "--model-parameters needs the memory of each rank: add --memory 0:24G,1:12G"),
         (("--model-parameters", "many"), "--model-parameters many: expected the number of parameters, as in 3e9"),
@@ -228,6 +278,16 @@ def test_host_memory_and_stability_are_read(tmp_path: Path) -> None:
     assert memory.model.activation_bytes_per_sample == 10_000_000
 
 
+def test_ranks_of_a_node_and_their_link_are_read(tmp_path: Path) -> None:
+    text = SIZED.replace("count: 4,", "count: 4, ranks_per_node: 2, node_mbit_per_s: 80000,")
+    found = comparison_of(tmp_path, text)
+    assert found.layouts is not None
+    ranks = found.layouts.ranks
+    assert [rank.node for rank in ranks] == ["gpu 0", "gpu 1", "cpu 0", "cpu 0", "cpu 1", "cpu 1"]
+    assert [rank.node_bytes_per_s for rank in ranks] == [None] * 2 + [1e10] * 4
+    assert [one.name for one in found.layouts.found][2] == "state --shard-groups node"
+
+
 def test_layers_checkpointing_and_offload_are_read(tmp_path: Path) -> None:
     keys = "layers: 12\ncheckpointing: true\noffload: true\n"
     for text, expected in ((SIZED, (24, False, False)), (keys + SIZED, (12, True, True))):
@@ -246,6 +306,7 @@ def test_layers_checkpointing_and_offload_are_read(tmp_path: Path) -> None:
         ("parameters: 1e9", "parameters: 0", "line 3: parameters: found '0', expected a number from 1"),
         ("parameters: 1e9\nactivation: 10M", "gradient_bytes: 1", "groups[0].memory belongs to parameters: add param"),
         ("parameters: 1e9", "gradient_bytes: 1", "line 4: activation belongs to parameters: add parameters, as in 3e9"),
+        ("memory: 24G", "memory: 24G, node_mbit_per_s: 0", "groups[0].node_mbit_per_s: found '0', expected a number"),
         ("activation: 10M", "layers: 1.5", "line 4: layers: found '1.5', expected a whole number from 1 to 100000"),
         ("activation: 10M", "offload: 2", "line 4: offload: found '2', expected true or false"),
         ("parameters: 1e9\nactivation: 10M", "checkpointing: true", "checkpointing belongs to parameters: add para"),
