@@ -541,8 +541,9 @@ class DistributedConfig:
     shard_groups: str = option(
         "all",
         "with --shard-model: groups of ranks that each hold all of the state, so that the loss of one costs one step:"
-        " all ranks as one group (all), the ranks of each node (node), or their numbers as in 2+1",
-        metavar="all|node|N+N+...",
+        " all ranks as one group (all), the ranks of each node (node), one of these two by room and links (auto), N"
+        " ranks in a row each (N), or their numbers as in 2+1",
+        metavar="all|node|auto|N|N+N+...",
     )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
@@ -638,12 +639,13 @@ class DistributedConfig:
         return turns
 
     def shard_group_sizes(self) -> tuple[int, ...] | None:
-        """The sizes of `--shard-groups 2+1`; None for `all` and `node`."""
-        if self.shard_groups in ("all", "node"):
+        """The sizes of `--shard-groups 2+1`, or of each group, as in `2`; None for `all`, `node` and `auto`."""
+        if self.shard_groups in ("all", "node", "auto"):
             return None
         words = self.shard_groups.split("+")
         are_numbers = all(word.isascii() and word.isdigit() and int(word) > 0 for word in words)
-        _require(are_numbers, "shard_groups", self.shard_groups, "all, node, or the ranks of each group, as in 2+1")
+        expected = "all, node, auto, the ranks of each group as in 2+1, or N for groups of N"
+        _require(are_numbers, "shard_groups", self.shard_groups, expected)
         return tuple(map(int, words))
 
     def own_weights(self) -> tuple[float, ...] | None:
@@ -741,8 +743,14 @@ class DistributedConfig:
                 raise ConfigError(
                     f"{name} {value} gives {len(weights)} weights for {world_size} ranks: give one weight per rank"
                 )
-        sizes = self.shard_group_sizes()
-        if sizes and sum(sizes) != world_size:
+        sizes = self.shard_group_sizes() or ()
+        if len(sizes) == 1 and world_size % sizes[0]:
+            raise ConfigError(
+                f"--shard-groups {self.shard_groups}: groups of {sizes[0]} ranks do not divide"
+                f" the {world_size} ranks of the run: give a divisor of {world_size}, or name the ranks of each group,"
+                " as in 2+1"
+            )
+        if len(sizes) > 1 and sum(sizes) != world_size:
             raise ConfigError(
                 f"--shard-groups {self.shard_groups} has {sum(sizes)} ranks, and the run has {world_size}: name"
                 " each rank once"

@@ -47,6 +47,7 @@ class OwnedState:
         self.has_layers = False  # the parameters come and go
         self.planned_bytes = 0  # the memory that this rank is expected to use; 0: not known
         self.fraction = 0.0  # of the state, in relation to other ranks
+        self.rule: str | None = None  # of the groups of ranks, where HetSeq has chosen it
         self.cut = 0  # the generation that cut the state as it is held
         self.part = (0, sum(parameter.numel() for parameter in names))  # elements owned, and all elements
         _refuse_foreign_parameters(optimizer, self.names)
@@ -110,6 +111,17 @@ class OwnedState:
                 moments + sum((1 if name in frozen else 2) * one.owned.nbytes for name, one in self.fragments.items()),
             )
         return self._counted[1]
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Bytes of what this rank owns in the memory of a device, without sums of gradients, which are in none."""
+        there = [one.owned for one in self.fragments.values() if one.owned.device == device]
+        moments = sum(
+            value.nbytes
+            for owned in there
+            for value in self.optimizer.state.get(owned, {}).values()
+            if isinstance(value, torch.Tensor)
+        )
+        return moments + sum(owned.nbytes for owned in there)
 
     def slices(self) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
         """What this rank owns, by the names of a checkpoint: live slices of parameters and moments, and the numbers.

@@ -100,7 +100,7 @@ def _owned(config: Config, material: LoadedTask, group: Group, described: OwnedN
     fill, material.fill = material.fill, None  # all numbers but the base come from the checkpoint
     is_whole = not layers
     if layers and config.distributed.shard_model == "auto":
-        rooms = rooms_of_ranks(parameters, group, config.distributed, kind=-1, fraction=0.0)
+        rooms = rooms_of_ranks(parameters, group, config.distributed)
         is_whole = sum(one.nbytes for one in parameters) <= USABLE * min(one.capacity for one in rooms)
     if is_whole:
         if fill is not None:

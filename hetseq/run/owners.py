@@ -7,18 +7,15 @@ owners are there: a rank that joins owns nothing with `--own auto`, so it needs 
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hetseq.balance.memory_plan import SHARD_MODELS, Layout, RankMemory, candidates, choose, in_words, own_fractions
+from hetseq.balance.memory_plan import SHARD_MODELS, Groups, Layout, candidates, choose, in_words, own_fractions
 from hetseq.balance.ownership import GRAIN, Ownership
-from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
@@ -31,11 +28,14 @@ from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import Division, OwnedUnits, ownerships_of
 from hetseq.run.loaded_task import LoadedTask
+from hetseq.run.rank_groups import RULES, chosen_rule, ranks_in_groups
 from hetseq.run.rank_room import (
+    Brought,
     RankRoom,
     StateMemory,
     device_room,
     memory_of,
+    planned_ranks,
     room_by_weight,
     rooms_of_ranks,
     state_room,
@@ -46,7 +46,6 @@ from hetseq.system.processes import keep_freed_memory
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
 _REFUSES = -1
 _ROUNDING = 0.01  # of the state: parts follow the fractions as closely as cuts allow
 
@@ -61,6 +60,18 @@ class OwnersOfBefore:
     def kind(self) -> str:
         """What `--shard-model auto` chose."""
         return "none" if self.owned is None else "all" if self.owned.has_layers else "state"
+
+    def brought(self, parameters: Sequence[torch.nn.Parameter]) -> Brought:
+        """What this rank tells the others of it."""
+        kind, owned = SHARD_MODELS.index(self.kind), self.owned
+        if owned is None:
+            return Brought(kind)
+        device = parameters[0].device
+        # with `state` what it owns of the parameters is in their memory; with `all` they have none of their own
+        held = owned.bytes_on(device)
+        if not owned.has_layers:
+            held += sum(one.nbytes for one in parameters) - sum(one.owned.nbytes for one in owned.fragments.values())
+        return Brought(kind, -1 if owned.rule is None else RULES.index(owned.rule), owned.fraction, held)
 
 
 def make_reducer(
@@ -89,9 +100,9 @@ def make_reducer(
         groups = groups_of(model, layers, list(described.by_parameter), len(described.trained))
     kind, rooms, is_wide = config.shard_model, list[RankRoom](), config.reduce_dtype is not None
     if kind != "none":
-        number = -1 if before is None else SHARD_MODELS.index(before.kind)
-        fraction = 0.0 if earlier is None else earlier.fraction
-        rooms = rooms_of_ranks(list(model.parameters()), group, config, kind=number, fraction=fraction)
+        parameters = list(model.parameters())
+        brought = Brought() if before is None else before.brought(parameters)
+        rooms = rooms_of_ranks(parameters, group, config, brought)
     if kind == "auto":
         number = max(one.kind for one in rooms)  # a rank that joins brings none
         everything = memory_of(model, described, groups, is_wide=is_wide)
@@ -110,8 +121,13 @@ def make_reducer(
         return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
     memory = memory_of(model, described, groups, is_wide=is_wide)
     room = state_room(rooms, memory)
-    groups_of_ranks = _groups(rooms, room, config, memory, slots)
-    fractions, room = _divide(rooms, room, config, memory, slots, groups_of_ranks)
+    weights = None if config.own_weights() is None else _by_slot(config, slots)
+    rule, sizes = config.shard_groups, config.shard_group_sizes()
+    if rule == "auto":
+        number = max(one.rule for one in rooms)  # a rank that joins brings none
+        rule = RULES[number] if number >= 0 else _chosen_groups(rooms, room, weights, memory, group)
+    groups_of_ranks = ranks_in_groups(sizes or rule, rooms, room, weights, memory, slots)
+    fractions, room = _divide(rooms, room, weights, memory, groups_of_ranks)
     owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
     elements = sum(parameter.numel() for parameter in parameters)
     on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
@@ -141,6 +157,8 @@ def make_reducer(
     to_come = memory.model.state_bytes  # what it owns of the parameters is here
     in_use = device_memory.in_use_bytes(parameters[0].device)
     owned.planned_bytes = in_use + round(on_device / max(1, reducer.ownership.total) * to_come) + memory.moving_bytes
+    if config.shard_groups == "auto":
+        owned.rule = rule
     if is_first:
         owned.adopt_(reducer, cut=group.generation)
         if group.rank == 0:
@@ -192,49 +210,16 @@ def _owned_alike(
     return owned, bool(answers.all())
 
 
-def _groups(
-    rooms: Sequence[RankRoom],
-    room: Sequence[int],
-    config: DistributedConfig,
-    memory: StateMemory,
-    slots: Sequence[int],
-) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that each hold all of the state; none if that is all of them.
-
-    A group that lost ranks, and with them the room for the state, joins the first other one.
-    """
-    sizes, weights = config.shard_group_sizes(), config.own_weights()
-    keys: list[int] = [one.host for one in rooms]
-    if sizes is not None:
-        ends = list(itertools.accumulate(sizes))
-        keys = [min(bisect.bisect_right(ends, slot), len(sizes) - 1) for slot in slots]
-    if config.shard_groups == "all":
-        return ()
-    groups = [[rank for rank, one in enumerate(keys) if one == key] for key in dict.fromkeys(keys)]
-    shares = _by_slot(config, slots) if weights else (1.0,) * len(rooms)
-
-    def can_hold(group: Sequence[int]) -> bool:
-        has_room = weights is not None or sum(room[rank] for rank in group) >= memory.bytes
-        return has_room and any(shares[rank] for rank in group)
-
-    while len(groups) > 1 and (short := next((group for group in groups if not can_hold(group)), None)):
-        groups.remove(short)
-        groups[0] = sorted([*groups[0], *short])
-    return tuple(sorted(map(tuple, groups))) if len(groups) > 1 else ()
-
-
 def _divide(
     rooms: Sequence[RankRoom],
     room: tuple[int, ...],
-    config: DistributedConfig,
+    weights: Sequence[float] | None,
     memory: StateMemory,
-    slots: Sequence[int],
-    groups: Sequence[Sequence[int]],
+    groups: Groups,
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """How much each rank owns, in relation to others, and the bytes that it has room for. Raises ConfigError."""
-    if config.own_weights() is not None:
-        weights = _by_slot(config, slots)
-        return weights, room_by_weight(rooms, room, weights)
+    if weights is not None:
+        return tuple(weights), room_by_weight(rooms, room, weights)
     fractions = [0.0] * len(rooms)
     for group in groups or (range(len(rooms)),):
         found: Sequence[float] = [rooms[rank].fraction for rank in group]
@@ -306,30 +291,12 @@ def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group) -> str
 
     `memory`: of parameters that come and go, or of a model that has no layers.
     """
-    ranks = [
-        RankMemory(
-            f"rank {rank}",
-            Cost(0.0, 1.0, batch=1),
-            one.capacity,
-            _LINK_BYTES_PER_S,
-            most_owned_bytes=one.limit,
-            is_stable=one.is_stable,
-        )
-        for rank, one in enumerate(rooms)
-    ]
+    ranks = planned_ranks(rooms)
     # two micro-batches on each rank: so the planner keeps room for a whole gradient, as `state_room` does afterwards
     total = 2 * len(ranks)
     found = candidates(ranks, memory.model, total, ("none", "state"))
     if memory.has_layers:
-        with_host = [
-            replace(
-                rank,
-                host_bytes=one.host_room,
-                most_owned_bytes=None if one.limit is None else one.limit + one.host_room,
-            )
-            for rank, one in zip(ranks, rooms)
-        ]
-        found += candidates(with_host, memory.model, total, ("all",))
+        found += candidates(planned_ranks(rooms, with_host=True), memory.model, total, ("all",))
     # which one is faster is not known yet; where replicas fit, the loss of a rank costs one step at most
     layout = next((one for one in found if isinstance(one, Layout)), None) or choose(found)
     if group.rank == 0:
@@ -345,6 +312,17 @@ def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group) -> str
             in_words(min(layout.left_bytes)), others,
         )  # fmt: skip
     return layout.shard_model
+
+
+def _chosen_groups(
+    rooms: Sequence[RankRoom], room: Sequence[int], weights: Sequence[float] | None, memory: StateMemory, group: Group
+) -> str:
+    """What `--shard-groups auto` chooses."""
+    rule, why = chosen_rule(rooms, room, weights, memory)
+    if group.rank == 0:
+        what = "one group of all ranks" if rule == "all" else "one group for each node"
+        logger.info("--shard-groups auto: %s: %s", what, why)
+    return rule
 
 
 def _say_who_owns(reducer: OwnedUnits, slots: Sequence[int]) -> None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetseq.balance.memory_plan import USABLE, ModelMemory
+from hetseq.balance.memory_plan import USABLE, ModelMemory, RankMemory
+from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.parallel.delayed_init import is_absent
@@ -25,6 +26,7 @@ from hetseq.system import device_memory, host_memory
 
 _WIDE = 8  # bytes of a number in double precision
 _NONE = -1
+_LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,14 @@ class StateMemory:
     has_layers: bool  # the parameters have owners too
 
     @property
+    def kind(self) -> str:
+        """The value of `--shard-model`."""
+        return "all" if self.has_layers else "state"
+
+    @property
     def bytes(self) -> int:
         """Of what has owners."""
-        return self.model.owned_bytes("all" if self.has_layers else "state")
+        return self.model.owned_bytes(self.kind)
 
 
 def memory_of(
@@ -75,35 +82,46 @@ def memory_of(
 
 
 @dataclass(frozen=True)
+class Brought:
+    """What a rank brings from an earlier generation; the defaults are of a rank without state."""
+
+    kind: int = _NONE  # its place in SHARD_MODELS
+    rule: int = _NONE  # that `--shard-groups auto` chose, its place in `rank_groups.RULES`
+    fraction: float = 0.0  # what it owned, in relation to other ranks
+    held_bytes: int | None = None  # on its device, of what is divided anew; None: the parameters in memory
+
+
+@dataclass(frozen=True)
 class RankRoom:
     """What one rank says of itself."""
 
-    kind: int  # of an earlier generation, by its place in SHARD_MODELS; -1 if this rank has no state
-    fraction: float  # of an earlier generation
+    kind: int  # as of `Brought`
+    fraction: float
     is_stable: bool
     host: int  # one number for each host
     is_on_gpu: bool
     capacity: int  # bytes of its device for the model and its state
     limit: int | None  # bytes of state that may be on its device; None: no limit
     host_room: int  # bytes of state that may be in host memory, beside a GPU
+    rule: int = _NONE  # as of `Brought`
 
 
 def rooms_of_ranks(
-    parameters: Sequence[torch.nn.Parameter], group: Group, config: DistributedConfig, *, kind: int, fraction: float
+    parameters: Sequence[torch.nn.Parameter], group: Group, config: DistributedConfig, brought: Brought = Brought()
 ) -> list[RankRoom]:
-    """The room of each rank, by rank; ranks of one host divide what that has. Collective.
-
-    `kind` and `fraction` as in `RankRoom`.
-    """
+    """The room of each rank, by rank; ranks of one host divide what that has. Collective."""
     device, on_host = parameters[0].device, config.own_host_bytes()
     is_on_gpu = device.type == "cuda"
     most = config.own_memory_bytes() if is_on_gpu or on_host is None else on_host
     free = device_memory.free_bytes(device) if is_on_gpu else host_memory.available_bytes()
-    here = 0 if any(map(is_absent, parameters)) else sum(one.nbytes for one in parameters)
+    here = brought.held_bytes
+    if here is None:
+        here = 0 if any(map(is_absent, parameters)) else sum(one.nbytes for one in parameters)
     host = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
     numbers = [
-        kind, int(np.float64(fraction).view(np.int64)), config.is_stable, host, is_on_gpu, free, here,
+        brought.kind, int(np.float64(brought.fraction).view(np.int64)), config.is_stable, host, is_on_gpu, free, here,
         _NONE if most is None else most, _NONE if on_host is None else on_host, host_memory.available_bytes(),
+        brought.rule,
     ]  # fmt: skip
     rows = group.all_gather_rows(np.array(numbers, np.int64)).tolist()
     beside = Counter(row[3] for row in rows)
@@ -116,7 +134,7 @@ def room_of(row: Sequence[int], *, beside: int, beside_alike: int) -> RankRoom:
 
     `beside`: the ranks of its host; `beside_alike`: as many of them as are on GPUs, as it is, or on the CPU.
     """
-    kind, fraction, is_stable, host, is_on_gpu, free, here, most, on_host, host_free = row
+    kind, fraction, is_stable, host, is_on_gpu, free, here, most, on_host, host_free, rule = row
     has_places = on_host != _NONE  # --own-memory names GPUs and the host
     host_room = 0
     if has_places and is_on_gpu:
@@ -124,8 +142,25 @@ def room_of(row: Sequence[int], *, beside: int, beside_alike: int) -> RankRoom:
     return RankRoom(
         kind, float(np.int64(fraction).view(np.float64)), bool(is_stable), host, bool(is_on_gpu),
         (free if is_on_gpu else free // beside_alike) + here,
-        None if most == _NONE else most // (beside_alike if has_places else beside), host_room,
+        None if most == _NONE else most // (beside_alike if has_places else beside), host_room, rule,
     )  # fmt: skip
+
+
+def planned_ranks(
+    rooms: Sequence[RankRoom], *, with_host: bool = False, node_link: float | None = None
+) -> list[RankMemory]:
+    """The ranks as the planner sees them before the first step, when neither speeds nor links are known.
+
+    `with_host`: state may be in host memory beside a GPU. `node_link`: how many times as fast links within a host are.
+    """
+    return [
+        RankMemory(
+            f"rank {rank}", Cost(0.0, 1.0, batch=1), one.capacity, _LINK_BYTES_PER_S, one.host_room if with_host else 0,
+            one.limit if one.limit is None or not with_host else one.limit + one.host_room, one.is_stable,
+            str(one.host) if node_link else "", node_link and node_link * _LINK_BYTES_PER_S,
+        )
+        for rank, one in enumerate(rooms)
+    ]  # fmt: skip
 
 
 def device_room(rooms: Sequence[RankRoom], memory: StateMemory) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from hetseq.balance.cost_meter import CostMeter
 from hetseq.cluster.membership.step_commit import Lineage, RowFormat, SaveStatus, Verdict, resolve
 from hetseq.cluster.rendezvous.byte_stream import FrameReader
 from hetseq.comm.group import LocalGroup
+from hetseq.config.sections import DistributedConfig
 from hetseq.errors import DisagreementError
 from hetseq.parallel import portions as parts
 from hetseq.parallel.buffers import BufferKeeper
@@ -58,15 +59,20 @@ logger = logging.getLogger(__name__)
 _MOST_ROWS = 20  # of `metrics.jsonl`, as a rank remembers
 
 
+def of_one_replica(config: DistributedConfig) -> DistributedConfig:
+    """The options of a process that has all of the state, whoever owns it in the run."""
+    return replace(
+        config, shard_model="none", shard_modules=("auto",), own="auto", own_memory=None, shard_groups="all",
+        reduce_dtype=None, balance="equal",
+    )  # fmt: skip
+
+
 class Shadow:
     """The state of one process that follows a run through its generations."""
 
     def __init__(self, job: RankJob, closing: ExitStack) -> None:
         """`job` describes a rank alone; its state comes later."""
-        distributed = replace(
-            job.config.distributed, shard_model="none", shard_modules=("auto",), own="auto", own_memory=None,
-            reduce_dtype=None, balance="equal",
-        )  # fmt: skip
+        distributed = of_one_replica(job.config.distributed)
         data = replace(job.config.data, num_workers=0)  # none are fetched
         self._job = replace(job, config=replace(job.config, distributed=distributed, data=data))
         self._replica: Replica = build_replica(self._job, closing)

@@ -285,8 +285,10 @@ def test_the_memory_for_state_is_a_size_or_a_promise_to_stay(text: str, size: in
         ("--own-memory tape:1G", "--own-memory tape:1G: expected a size as in 24G"),
         ("--own-memory gpu:8G,host:40G", "--own-memory gpu:8G,host:40G: only with --shard-model all does what a rank"
          " owns lie apart from what it computes with, so that it may be in host memory; --shard-model is state"),
-        ("--shard-groups 2+0", "--shard-groups 2+0: expected all, node, or the ranks of each group, as in 2+1"),
-        ("--shard-groups nodes", "--shard-groups nodes: expected all, node, or the ranks of each group, as in 2+1"),
+        ("--shard-groups 2+0", "--shard-groups 2+0: expected all, node, auto, the ranks of each group as in 2+1, or N"),
+        ("--shard-groups nodes", "--shard-groups nodes: expected all, node, auto, the ranks of each group as in 2+1"),
+        ("--shard-groups 0", "--shard-groups 0: expected all, node, auto, the ranks of each group as in 2+1, or N for"),
+        ("--shard-groups auto --shard-model none", "--shard-groups auto divides the optimizer state, but"),
         ("--shard-groups node --shard-model none", "--shard-groups node divides the optimizer state, but --shard"),
         ("--own 3,1 --own-memory 24G", "--own-memory 24G is for --own auto, but --own 3,1 divides the state already:"
          " leave one of them out"),
@@ -312,6 +314,13 @@ def test_owners_are_one_weight_for_each_rank() -> None:
     groups.check_world(3)
     with pytest.raises(ConfigError, match=r"--shard-groups 2\+1 has 3 ranks, and the run has 4: name each rank once"):
         groups.check_world(4)
+    in_twos = parse([*SHARDED, "--shard-groups", "2"]).distributed
+    assert in_twos.shard_group_sizes() == (2,)
+    in_twos.check_world(4)
+    for world_size in (1, 3):
+        told = f"--shard-groups 2: groups of 2 ranks do not divide the {world_size} ranks of the"
+        with pytest.raises(ConfigError, match=told):
+            in_twos.check_world(world_size)
 
 
 def test_a_switch_may_say_false() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_auto_takes_the_first_layout_that_every_rank_has_room_for(monkeypatch: p
 
 def gpu_row(*, most: int = -1, on_host: int = -1) -> list[int]:
     """A GPU of a host, with 100 bytes free and a model of 10; its host has 1000."""
-    return [-1, 0, 0, 7, 1, 100, 10, most, on_host, 1000]
+    return [-1, 0, 0, 7, 1, 100, 10, most, on_host, 1000, -1]
 
 
 def test_what_a_gpu_owns_may_be_in_memory_of_its_host_where_parameters_come_and_go() -> None:
@@ -148,29 +148,6 @@ def divide(own: str, make: Callable[..., torch.optim.Optimizer]) -> None:
         is_first=True,
     )  # fmt: skip
     reducer.close()
-
-
-def groups(words: dict[str, str], *, hosts: str, room: Sequence[int], slots: Sequence[int] = ()) -> Any:
-    """The groups of ranks on these hosts, a letter each, for a state of 100 bytes."""
-    config = DistributedConfig(shard_model="all", **words)
-    model = ModelMemory(25, 0, 0, 1, 0, 0, 2, 1)
-    ranks = [rank_room.RankRoom(-1, 0.0, False, ord(host), False, 0, None, 0) for host in hosts]
-    memory = rank_room.StateMemory(model, 0, has_layers=True)
-    return owners._groups(ranks, room, config, memory, slots or range(len(hosts)))
-
-
-def test_groups_are_nodes_or_ranks_by_number_and_each_has_room_for_everything() -> None:
-    assert groups({}, hosts="aab", room=(100, 100, 100)) == ()
-    assert groups({"shard_groups": "node"}, hosts="abab", room=(50, 60, 50, 60)) == ((0, 2), (1, 3))
-    assert groups({"shard_groups": "node"}, hosts="aaa", room=(50, 60, 50)) == ()
-    by_number = {"shard_groups": "2+1"}
-    assert groups(by_number, hosts="aaa", room=(50, 50, 100)) == ((0, 1), (2,))
-    assert groups(by_number, hosts="aa", room=(50, 100), slots=(0, 2)) == ()  # rank 0 alone has no room for all
-    assert groups(by_number, hosts="aa", room=(100, 100), slots=(0, 2)) == ((0,), (1,))
-    assert groups(by_number, hosts="aaa", room=(100, 100, 100), slots=(0, 2, 3)) == ((0,), (1, 2))
-    assert groups({"shard_groups": "1+1+1"}, hosts="aaa", room=(100, 20, 100)) == ((0, 1), (2,))
-    assert groups({"shard_groups": "2+1", "own": "1,1,0"}, hosts="aaa", room=(1, 1, 1)) == ()  # the second owns nothing
-    assert groups({"shard_groups": "2+1", "own": "1,0,2"}, hosts="aaa", room=(1, 1, 1)) == ((0, 1), (2,))
 
 
 def room_for(monkeypatch: pytest.MonkeyPatch, state_bytes: float) -> None:

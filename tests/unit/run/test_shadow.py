@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hetseq.cluster.membership.step_commit import Lineage
+from hetseq.config.sections import DistributedConfig
 from hetseq.run.regroup import PendingWork
-from hetseq.run.shadow import Shadow
+from hetseq.run.shadow import Shadow, of_one_replica
 
 Told = list[dict[str, Any]]
 
@@ -208,3 +209,9 @@ def test_a_shadow_asks_for_the_time_that_its_work_has_taken_before(monkeypatch: 
     monkeypatch.setattr("hetseq.run.shadow.time", SimpleNamespace(monotonic=lambda: shadow.now_s))
     shadow.follow(links, generation=1, world_size=2, is_leaving=lambda: False)  # type: ignore[arg-type]
     assert links.allowed == [50.0, 1.0]
+
+
+def test_a_shadow_holds_everything_whoever_owns_it_in_the_run() -> None:
+    for words in ({"own": "3,1"}, {"shard_groups": "node"}, {"shard_groups": "2+1"}, {"own_memory": "gpu:8G,host:40G"}):
+        alone = of_one_replica(DistributedConfig(shard_model="all", shard_modules=("a", "b"), **words))
+        assert (alone.shard_model, alone.shard_groups, alone.own) == ("none", "all", "auto")
