@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hetseq import registry
 from hetseq.config.fields import Option, catalogue_of, given_retired
+from hetseq.config.sagemaker_keys import SageMakerConfig
 from hetseq.config.sections import SECTIONS, Config, RetiredConfig, flag
 
 _EXAMPLE = "hetseq train --task mnist --global-batch-size 64 --max-epoch 1 --save-dir runs/digits"
@@ -65,7 +66,7 @@ def full_help_page(own: Iterable[type] = (), note: str = "") -> str:
     parts[-1] += _help_entry("--help-all", "show this page")
     basic, others = _basic_and_others()
     blocks = [(_BASIC, basic), *((title_of(section), others[section]) for section in _KEPT)]
-    blocks += [(title_of(section), list(catalogue_of([section]).values())) for section in own]
+    blocks += [(title_of(section), list(catalogue_of([section]).values())) for section in (SageMakerConfig, *own)]
     for title, items in blocks:
         entries = "".join(_help_entry(", ".join(item.spellings()), item.meaning()) for item in items)
         parts.append(f"{title}\n{entries}")
@@ -91,7 +92,7 @@ def markdown() -> str:
     basic, others = _basic_and_others()
     blocks = [("Basic", "The options that most runs need.", basic)]
     blocks += [(_name(section), _sentence(section), others[section]) for section in _KEPT]
-    for section in registry.included_options().values():
+    for section in (SageMakerConfig, *registry.included_options().values()):
         blocks.append((_name(section), _sentence(section), list(catalogue_of([section]).values())))
     for title, sentence, items in blocks:
         lines += ["", f"## {title}", "", sentence, "", "| flag | default | meaning |", "|---|---|---|"]
@@ -111,14 +112,14 @@ def write_page(path: str | Path) -> None:
 
 
 def retired_notes(config: Config) -> list[str]:
-    """A line for each given option that has no effect any more."""
+    """A line for each given option that has no effect."""
     helps = {field.name: field.metadata["help"] for field in dataclasses.fields(RetiredConfig)}
-    return [f"{flag(name)} has no effect any more ({helps[name]})" for name in given_retired(config.retired)]
+    return [f"{flag(name)} has no effect ({helps[name]})" for name in given_retired(config.retired)]
 
 
 def all_flags() -> list[str]:
     """Every spelling of every flag, sorted: frozen in `tests/golden/flags.txt`."""
-    spellings = {name for item in catalogue_of(SECTIONS).values() for name in item.flags}
+    spellings = {name for item in catalogue_of([*SECTIONS, SageMakerConfig]).values() for name in item.flags}
     return sorted({*spellings, "--config", "--help", "--help-all"})
 
 
@@ -137,7 +138,7 @@ def title_of(section: type) -> str:
 
 
 def _name(section: type) -> str:
-    if section in SECTIONS:
+    if section in (*SECTIONS, SageMakerConfig):
         return section.__name__.removesuffix("Config")
     return _tasks().get(section, "Your own options")
 

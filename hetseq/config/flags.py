@@ -12,6 +12,7 @@ from typing import Any
 
 from hetseq import registry
 from hetseq.config.fields import Found, Option, Reading
+from hetseq.config.sagemaker_keys import ELSEWHERE
 from hetseq.errors import ConfigError, UnknownOptionError
 
 
@@ -67,6 +68,7 @@ def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option]
         if word.startswith("-") and word.strip("-"):
             guess = registry.nearest(word.replace("_", "-"), flags)
             hint = f"did you mean {guess}?" if guess else "`hetseq train --help-all` lists them"
+            hint = ELSEWHERE.get(word.strip("-").replace("-", "_"), hint)
             refused.append(f"unknown option {word}: {hint}")
             words.append(word)
     if refused:
@@ -79,6 +81,7 @@ def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option]
     for entry in file.unknown:
         guess = registry.nearest(entry.value, keys)
         hint = f"did you mean {guess}?" if guess else "`hetseq train --help-all` lists the options"
+        hint = ELSEWHERE.get(entry.value, hint)
         raise ConfigError(f"{entry.where}: unknown option {entry.value}: {hint}")
 
 

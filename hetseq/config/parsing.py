@@ -13,6 +13,7 @@ from hetseq import registry
 from hetseq.config.docs_page import full_help_page, help_page
 from hetseq.config.fields import build, catalogue_of
 from hetseq.config.flags import read_flags, refuse_unknown
+from hetseq.config.sagemaker_keys import SageMakerConfig, as_options
 from hetseq.config.sections import SECTIONS, Config, OptimizationConfig, TaskConfig, default_save_dir
 from hetseq.config.yaml_file import compose, read_file
 from hetseq.errors import HetSeqError
@@ -45,7 +46,7 @@ def parse(
     the rest. Raises HelpRequested for `--help`, ConfigError for invalid words, and TaskFileError if a task must be
     imported to know its flags and cannot be.
     """
-    catalogue = catalogue_of(SECTIONS)
+    catalogue = catalogue_of([*SECTIONS, SageMakerConfig])
     line = read_flags(argv, catalogue)
     if line.wants_help:
         raise HelpRequested(help_text(argv))
@@ -56,10 +57,10 @@ def parse(
         found = {**file.found, **line.found}
         own = _own_sections(build(TaskConfig, found), build(OptimizationConfig, found))
         if own:
-            catalogue = catalogue_of([*SECTIONS, *own.values()])
+            catalogue = catalogue_of([*SECTIONS, SageMakerConfig, *own.values()])
             line, file = read_flags(argv, catalogue), read_file(line.config_file, entries, catalogue)
         refuse_unknown(line, file, catalogue, also)
-    found = {**file.found, **line.found}
+    found = as_options({**file.found, **line.found})
     names = [field.name for field in dataclasses.fields(Config) if field.name != "extras"]
     sections = {name: build(section, found) for name, section in zip(names, SECTIONS, strict=True)}
     config = Config(**sections, extras={kind: build(cls, found) for kind, cls in own.items()})
@@ -72,7 +73,7 @@ def parse(
 
 def help_text(argv: Sequence[str] = ()) -> str:
     """The page of `--help`, or of `--help-all` if argv has that; with options of the user's task if argv names it."""
-    catalogue = catalogue_of(SECTIONS)
+    catalogue = catalogue_of([*SECTIONS, SageMakerConfig])
     line = read_flags(argv, catalogue)
     own: dict[str, type] = {}
     note = ""

@@ -746,7 +746,7 @@ class DistributedConfig:
         sizes = self.shard_group_sizes() or ()
         if len(sizes) == 1 and world_size % sizes[0]:
             raise ConfigError(
-                f"--shard-groups {self.shard_groups}: groups of {sizes[0]} ranks do not divide"
+                f"--shard-groups {self.shard_groups} or hybrid_shard_degree: groups of {sizes[0]} ranks do not divide"
                 f" the {world_size} ranks of the run: give a divisor of {world_size}, or name the ranks of each group,"
                 " as in 2+1"
             )
@@ -906,7 +906,7 @@ _FINE_TUNING = "only the entity and NER tasks of 2020 read it, which did not sta
 
 @dataclass(frozen=True)
 class RetiredConfig:
-    """Options of 2020 that are accepted without effect; each logs once why."""
+    """Options of 2020, and keys of SageMaker's library, that are accepted without effect; each logs once why."""
 
     fast_stat_sync: bool = option(False, "always on: counts travel with every step", retired=True)
     ddp_backend: str | None = option(None, "HetSeq reduces gradients itself", retired=True, metavar="NAME")
@@ -923,6 +923,10 @@ class RetiredConfig:
     root_data_dir: str | None = option(None, _FINE_TUNING, retired=True, metavar="DIR")
     entities: str | None = option(None, _FINE_TUNING, retired=True, metavar="NAME")
     ent_vecs_filename: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+    allow_empty_shards: str | None = option(None, "a rank may always own nothing", retired=True, metavar="VALUE")
+    fsdp_cache_flush_warnings: str | None = option(
+        None, "HetSeq divides parameters without FSDP", retired=True, metavar="VALUE"
+    )
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,7 @@ def arguments(command: str) -> list[str]:
 def test_a_published_command_is_accepted_as_written(command: str) -> None:
     argv = arguments(command)
     config = parse(argv, save_dir=SAVE_DIR_OF_2020)
-    assert retired_notes(config) == [
-        "--fast-stat-sync has no effect any more (always on: counts travel with every step)"
-    ]
+    assert retired_notes(config) == ["--fast-stat-sync has no effect (always on: counts travel with every step)"]
     # the oracle for the rest: each option is the word after its flag
     told = {argv[place]: argv[place + 1] for place, word in enumerate(argv) if word.startswith("--")}
     assert config.task.task == told["--task"]

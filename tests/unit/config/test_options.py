@@ -318,7 +318,7 @@ def test_owners_are_one_weight_for_each_rank() -> None:
     assert in_twos.shard_group_sizes() == (2,)
     in_twos.check_world(4)
     for world_size in (1, 3):
-        told = f"--shard-groups 2: groups of 2 ranks do not divide the {world_size} ranks of the"
+        told = f"--shard-groups 2 or hybrid_shard_degree: groups of 2 ranks do not divide the {world_size} ranks of the"
         with pytest.raises(ConfigError, match=told):
             in_twos.check_world(world_size)
 
@@ -832,8 +832,8 @@ def test_the_committed_page_of_options_is_up_to_date(tmp_path: Path) -> None:
 
 def test_a_retired_option_says_once_what_became_of_it() -> None:
     assert retired_notes(parse(["--ddp-backend", "c10d", "--use-bmuf"])) == [
-        "--ddp-backend has no effect any more (HetSeq reduces gradients itself)",
-        "--use-bmuf has no effect any more (it switched synchronisation off; every step is synchronised)",
+        "--ddp-backend has no effect (HetSeq reduces gradients itself)",
+        "--use-bmuf has no effect (it switched synchronisation off; every step is synchronised)",
     ]
     assert retired_notes(Config()) == []
 

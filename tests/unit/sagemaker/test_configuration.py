@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from hetseq.config.sagemaker_keys import ELSEWHERE, SageMakerConfig
+from hetseq.config.sections import SECTIONS
 from hetseq.errors import ConfigError
 from hetseq.launch.environments import Look
-from hetseq.sagemaker.configuration import HYPERPARAMETERS, Configuration, configuration_of
+from hetseq.sagemaker.configuration import _READERS, HYPERPARAMETERS, Configuration, configuration_of
 from hetseq.sagemaker.ranks import degrees
 
 
@@ -96,3 +98,13 @@ def test_ranks_are_replicas_of_sharding_groups_of_ranks_that_share_tensors() -> 
 def test_degrees_that_do_not_divide_the_ranks_are_refused(configuration: Configuration, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         degrees(configuration, 8)
+
+
+def test_a_run_knows_every_key_that_scripts_may_have_but_those_of_tensor_parallelism() -> None:
+    names = {
+        name
+        for section in (*SECTIONS, SageMakerConfig)
+        for field in section.__dataclass_fields__.values()
+        for name in (field.name, *(other.replace("-", "_") for other in field.metadata["also"]))
+    }
+    assert set(_READERS) - names - set(ELSEWHERE) == {"tensor_parallel_degree", "tensor_parallel_seed"}
