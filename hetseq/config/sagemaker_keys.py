@@ -13,7 +13,7 @@ from hetseq.config.fields import Found
 from hetseq.config.sections import option
 from hetseq.errors import ConfigError
 
-#: what is said of a key that is no option, in place of the nearest name
+#: the answer to a key that is no option, in place of the nearest name
 ELSEWHERE = {"random_seed": "SageMaker's library seeds divided layers with it; the seed of a run is seed"}
 
 

@@ -88,7 +88,7 @@ class Brought:
     kind: int = _NONE  # its place in SHARD_MODELS
     rule: int = _NONE  # that `--shard-groups auto` chose, its place in `rank_groups.RULES`
     fraction: float = 0.0  # what it owned, in relation to other ranks
-    held_bytes: int | None = None  # on its device, of what is divided anew; None: the parameters in memory
+    held_bytes: int | None = None  # on its device, and divided anew; None: the parameters in memory
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ _MOST_ROWS = 20  # of `metrics.jsonl`, as a rank remembers
 
 
 def of_one_replica(config: DistributedConfig) -> DistributedConfig:
-    """The options of a process that has all of the state, whoever owns it in the run."""
+    """The options of a process that has all of the state, in a run whose ranks may own parts."""
     return replace(
         config, shard_model="none", shard_modules=("auto",), own="auto", own_memory=None, shard_groups="all",
         reduce_dtype=None, balance="equal",

@@ -136,7 +136,7 @@ OPTIONS = (
         read=_mbit,
     ),
     CommandOption(
-        "--node-mbit-per-s", "link between ranks of one node; default: they use that of --mbit-per-s", "N", read=_mbit,
+        "--node-mbit-per-s", "link between ranks of one node; default: as --mbit-per-s", "N", read=_mbit,
     ),
     CommandOption(
         "--ranks-per-node", "so many ranks in a row are on one node; default: as in the run", "N", read=_per_node,
