@@ -108,11 +108,12 @@ def test_so_are_those_whose_parameters_come_and_go(chaos: Chaos, undisturbed_lay
 
 
 @pytest.mark.fault("FT-1", "FT-2")
+@pytest.mark.parametrize("victim", [0, 1])
 def test_ranks_of_two_groups_that_are_killed_at_once_cost_the_steps_since_an_image(
-    chaos: Chaos, undisturbed: Calm, tmp_path: Path
+    victim: int, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
-    """No group is whole then; the third node has the image of the first one."""
-    faults = Faults().kill(rank=0).at(step=19, phase="reduce").kill(rank=2).at(step=19, phase="reduce")
+    """No group is whole then; the third node has the image of the victim, since it is of the same group."""
+    faults = Faults().kill(rank=victim).at(step=19, phase="reduce").kill(rank=2).at(step=19, phase="reduce")
     kinds = {"shares_memory": True, "are_nodes": True}
     run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=kinds, **IN_MEMORY)
     run.check_losses(undisturbed)
