@@ -64,8 +64,8 @@ class Shadow:
     def __init__(self, job: RankJob, closing: ExitStack) -> None:
         """`job` describes a rank alone; its state comes later."""
         distributed = replace(
-            job.config.distributed, shard_model="none", shard_modules=("auto",), own="auto", own_memory=None,
-            reduce_dtype=None, balance="equal",
+            job.config.distributed, shard_model="none", shard_modules=("auto",), shard_groups="all", own="auto",
+            own_memory=None, reduce_dtype=None, balance="equal",
         )  # fmt: skip
         data = replace(job.config.data, num_workers=0)  # none are fetched
         self._job = replace(job, config=replace(job.config, distributed=distributed, data=data))
