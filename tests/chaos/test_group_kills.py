@@ -81,6 +81,36 @@ def test_only_what_a_killed_rank_owned_travels_whatever_the_group_that_gives_it(
     assert any(victim in event["ranks"] for event in changes), "it has returned"
 
 
+@pytest.mark.nightly
+@pytest.mark.fault("FT-21")
+def test_kills_while_a_part_of_one_group_comes_from_another_one(
+    chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
+) -> None:
+    """Of the rank that takes it, then of a rank that has returned. No other rank is ever sent anything."""
+    faults = Faults().kill(rank=1).at(step=8, phase="reduce").kill(rank=0).at(phase="transfer")
+    faults = faults.kill(rank=3).at(step=40, phase="commit").kill(rank=2).at(step=60, phase="optimizer")
+    faults = faults.kill(rank=2).at(phase="transfer", incarnation=1)
+    more = {"own": "2,1,1,2", "shard_groups": "2+2", "balance": "5,4,3,4"}
+    run = Run(chaos, tmp_path, faults, ranks=4, task=task(False), **more, **SAVING)
+    run.check_curve(undisturbed_layers)
+    changes = [event for event in run.found.events if event["event"] == "generation"]
+    assert not any("lost" in change for change in changes)
+    for change in changes:
+        assert sum(size > 0 for size in change["state_bytes_by_rank"]) <= 1, change
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("FT-1", "FT-2")
+@pytest.mark.parametrize("victim", [1, 2])
+def test_frozen_weights_that_no_checkpoint_holds_come_from_another_group(
+    victim: int, chaos: Chaos, undisturbed_base: Calm, tmp_path: Path
+) -> None:
+    faults = one_after_the_other(victim, nth=3, phases=["reduce", "commit", "optimizer"])
+    kinds = task(False, has_base=True)
+    run = Run(chaos, tmp_path, faults, own="2,1,1", shard_groups="2+1", task=kinds, **SAVING)
+    check_each_costs_one_step(run, undisturbed_base, moves=victim == 1 or None)
+
+
 def check_a_group_at_once(chaos: Chaos, calm: Calm, folder: Path, **kinds: bool) -> None:
     """Both ranks of a group are killed in the same instant, three times."""
     faults = Faults()
