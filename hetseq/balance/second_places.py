@@ -6,6 +6,10 @@ memory of the nodes. Does not know what an image contains, and sends nothing.
 The one idea: a copy in one piece survives more pairs of deaths than one that is cut, so a copy is cut only where no
 node has room for all of it. It goes to the next node that has at least half as much room as the roomiest; other
 machines come before other nodes of the same machine.
+
+Groups of ranks that each hold the whole state need an image only if none of them is whole any more. So a copy goes
+where the loss of both its places leaves some group whole: mostly to another node of its own group. In another one of
+two groups it would die with its owner in just the cases in which it is needed.
 """
 
 from __future__ import annotations
@@ -20,13 +24,15 @@ IMAGES = 2  # of each part, on each of its places: the newest whole one, and the
 class Lodging:
     """What matters of one rank: ranks with equal `node` share memory that dies with it; a `machine` has nodes.
 
-    `room_bytes` is what its node has for all images of its ranks; equal on all ranks of a node.
+    `room_bytes` is what its node has for all images of its ranks; equal on all ranks of a node. The ranks of one
+    `group` hold the whole state together.
     """
 
     node: str
     machine: str
     room_bytes: int
     image_bytes: int  # of what the rank owns
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,9 @@ def second_places(ranks: Sequence[Lodging]) -> list[tuple[Place, ...]]:
         nodes = _others(ranks, rank) if size else []
         if not nodes:
             continue
+        spared = [node for node in nodes if _spare_a_group(ranks, ranks[rank].node, node)]
+        if sum(max(0, left[node]) for node in spared) >= size:
+            nodes = spared
         # the next one with enough room: so not all ranks choose the same, and noise in their figures does not count
         most = max(left[node] for node in nodes)
         chosen = [node for node in nodes if left[node] >= max(size, most / 2)][:1]
@@ -75,3 +84,8 @@ def _others(ranks: Sequence[Lodging], rank: int) -> list[str]:
     elsewhere = [one for one in turn if one.machine != ranks[rank].machine]
     nodes = [one.node for one in elsewhere or turn if one.node != ranks[rank].node]
     return list(dict.fromkeys(nodes))
+
+
+def _spare_a_group(ranks: Sequence[Lodging], node: str, other: str) -> bool:
+    """Whether some group is whole after the loss of these two nodes."""
+    return not {one.group for one in ranks} <= {one.group for one in ranks if one.node in (node, other)}

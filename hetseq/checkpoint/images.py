@@ -67,7 +67,8 @@ class Images:
 
     `start` identifies this start of the run, `owned` says how much of the state each rank owns, `messages` are between
     all ranks (None: a world of one), and `memory_bytes` limits what all ranks of a node take (None: half of the free
-    memory).
+    memory). `groups` has the number of the group of each rank, where each group holds the whole state; empty: all
+    ranks are one.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class Images:
         owned: Sequence[float],
         messages: Messages | None,
         memory_bytes: int | None = None,
+        groups: Sequence[int] = (),
     ) -> None:
         place = Place(run_directory, Retention(), 0.0, 0.0)
         # what all hold goes to the owners
         self._setting = CheckpointContext(place, run_id, group, tuple(owned), time.time)
         self._start, self._messages, self._memory_bytes = start, messages, memory_bytes
+        self._groups = groups or (0,) * group.world_size
         self._directory = directory_mark(run_directory)
         self._layout: Layout | None = None
         self._parts: list[ImagePart] = []
@@ -279,9 +282,9 @@ class Images:
         room = allowed if self._memory_bytes is None else min(allowed, self._memory_bytes)
         text = f"{memory_name()} {node_name()} {room}"
         ranks = []
-        for size, told in zip(sizes, exchange_texts(setting.group, text), strict=True):
+        for size, told, number in zip(sizes, exchange_texts(setting.group, text), self._groups, strict=True):
             node, machine, free = told.split(" ")
-            ranks.append(Lodging(node, machine, int(free), size))
+            ranks.append(Lodging(node, machine, int(free), size, number))
         places = second_places(ranks)
         self._parts = image_parts(layout.parts, places)
         self._digest = digest_of(layout.digest, self._parts)

@@ -374,7 +374,8 @@ class RankLife:
         slots = list(crew.slots)
         self._metrics.event(
             "generation", generation=crew.generation, step=session.last_step, ranks=slots, story=generation.story,
-            seconds=seconds, **({"state_bytes": sum(session.moved_bytes)} if session.moved_bytes else {}),
+            seconds=seconds,
+            **({"state_bytes": sum(moved), "state_bytes_by_rank": moved} if (moved := session.moved_bytes) else {}),
             **({"lost": generation.lost} if generation.lost else {}),
             **({"image": session.last_step} if generation.image else {}),
         )  # fmt: skip

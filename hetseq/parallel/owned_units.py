@@ -42,13 +42,14 @@ class Division:
     `fractions` has one number for each rank, on all ranks the same. Without `cuts_tensors` each parameter has one
     owner. Of this rank's own elements at most `device_elements` are on its device and the others, in whole units, in
     host memory; None: all are on the device. Each of the `groups` of ranks holds everything once, and each rank is in
-    one of them; none: all ranks are one group.
+    one of them; none: all ranks are one group. `hosts` has a number for the host of each rank; none: all are on one.
     """
 
     fractions: tuple[float, ...]
     cuts_tensors: bool = True
     device_elements: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
+    hosts: tuple[int, ...] = ()
 
     @property
     def of_groups(self) -> tuple[tuple[float, ...], ...]:

@@ -1,7 +1,7 @@
 """Moves parts of the state to new owners, when the ranks of a run or their cuts have changed.
 
-Responsible for what travels from whom to whom: of each parameter and of its moments, the elements that a rank owns from
-now on and does not hold. Refuses to decide who owns what (`balance.ownership`).
+Responsible for moving, of each parameter and of its moments, the elements that a rank owns from now on and does not
+hold. Refuses to decide who owns what (`balance.ownership`) and who gives it (`balance.givers`).
 
 The one idea: each rank tells which elements of each unit it holds, and what state the optimizer has of them; from that
 and the new cuts every rank computes the same list of messages, one for each unit and each pair of ranks. Nothing that
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetseq.balance.givers import Gift, gifts
 from hetseq.comm.directory_groups import gather_texts
 from hetseq.comm.group import Group
 from hetseq.parallel.owned_units import OwnedUnits
@@ -43,15 +44,17 @@ class Held:
 def move(held: Mapping[int, Held], reducer: OwnedUnits, group: Group) -> tuple[dict[int, dict[str, Any]], int]:
     """Bring this rank all that it owns by the cuts of `reducer`: its parameters are set, its state is returned.
 
-    `held` are the parts of earlier cuts, disjoint and together everything; empty on a rank that joins. Returns the
-    optimizer's state of each own parameter, by its place in the model, and the bytes of state that this rank got from
-    others. Collective. Raises PeerLostError.
+    `held` are the parts of earlier cuts, all of the same state and together everything; empty on a rank that joins.
+    Ranks of several groups, or of cuts of two generations, hold some elements several times. Returns the optimizer's
+    state of each own parameter, by its place in the model, and the bytes of state that this rank got from others.
+    Collective. Raises PeerLostError, and DisagreementError if no rank holds some element.
     """
     extents = np.zeros((len(reducer.parameters), 2), np.int64)
     for index, one in held.items():
         extents[index] = one.begin, one.end
     table = group.all_gather_rows(extents.flatten()).reshape(group.world_size, -1, 2)
     told = [{int(index): keys for index, keys in json.loads(text).items()} for text in gather_texts(group, _told(held))]
+    of_pair = _gifts(table, reducer)
     wanted = {index: (fragment.begin, fragment.end) for index, fragment in reducer.own_fragments.items()}
     known: dict[int, Mapping[str, Any]] = {}  # of each parameter, from the lowest rank that holds a part of it
     for of_rank in reversed(told):
@@ -66,9 +69,21 @@ def move(held: Mapping[int, Held], reducer: OwnedUnits, group: Group) -> tuple[d
     }
     received_bytes = 0
     for unit in reducer.unit_members:
-        received_bytes += _exchange_unit(unit, held, table, told, reducer, group, new)
+        received_bytes += _exchange_unit(unit, held, of_pair, told, reducer, group, new)
     reducer.changed()
     return new, received_bytes
+
+
+def _gifts(table: np.ndarray[Any, Any], reducer: OwnedUnits) -> dict[tuple[int, int], dict[int, list[Gift]]]:
+    """What travels, by giver and taker, and by parameter; `table`: what ranks hold, (world_size, parameters, 2)."""
+    wanted = np.array(
+        [[reducer.extent(index, rank) for index in range(len(reducer.parameters))] for rank in range(len(table))],
+        np.int64,
+    )
+    found: dict[tuple[int, int], dict[int, list[Gift]]] = {}
+    for gift in gifts(table, wanted.reshape(table.shape), hosts=reducer.division.hosts):
+        found.setdefault((gift.giver, gift.taker), {}).setdefault(gift.tensor, []).append(gift)
+    return found
 
 
 def _told(held: Mapping[int, Held]) -> str:
@@ -117,17 +132,14 @@ class _Item:
 
 
 def _items(
-    unit: list[int], giver: int, taker: int, table: np.ndarray[Any, Any], told: Sequence[Told], reducer: OwnedUnits
+    unit: list[int], gifts_of: Mapping[int, Sequence[Gift]], keys_of: Told, reducer: OwnedUnits
 ) -> Iterator[_Item]:
-    """What one rank sends to another of a unit, in order; the same list on both."""
-    for index in unit:
-        first, last = reducer.extent(index, taker)
-        begin, end = max(first, int(table[giver, index, 0])), min(last, int(table[giver, index, 1]))
-        if begin >= end:
-            continue
+    """What one rank sends to another of a unit, in order; the same list on both. `keys_of`: what the giver has told."""
+    for gift in (gift for index in unit for gift in gifts_of.get(index, ())):
+        index, begin, end = gift.tensor, gift.begin, gift.end
         itemsize = reducer.parameters[index].element_size()
         yield _Item(index, _ITSELF, begin, end, False, (end - begin) * itemsize)
-        for key, (dtype, shape, _) in told[giver][index].items():
+        for key, (dtype, shape, _) in keys_of[index].items():
             if dtype is None or shape == []:
                 continue
             itemsize = _DTYPES[dtype].itemsize
@@ -138,7 +150,7 @@ def _items(
 def _exchange_unit(
     unit: list[int],
     held: Mapping[int, Held],
-    table: np.ndarray[Any, Any],
+    of_pair: Mapping[tuple[int, int], Mapping[int, Sequence[Gift]]],
     told: Sequence[Told],
     reducer: OwnedUnits,
     group: Group,
@@ -150,18 +162,18 @@ def _exchange_unit(
     for other in range(group.world_size):
         if other == rank:
             continue
-        given = list(_items(unit, rank, other, table, told, reducer))
+        given = list(_items(unit, of_pair.get((rank, other), {}), told[rank], reducer))
         if given:
             outgoing[other] = exchange.memory(sum(item.bytes for item in given), torch.uint8, cpu)
             parts = [_source(held[item.index], item).contiguous().view(-1).view(torch.uint8) for item in given]
             torch.cat([part.cpu() for part in parts], out=outgoing[other])
-        lists[other] = list(_items(unit, other, rank, table, told, reducer))
+        lists[other] = list(_items(unit, of_pair.get((other, rank), {}), told[other], reducer))
         if lists[other]:
             incoming[other] = torch.empty(sum(item.bytes for item in lists[other]), dtype=torch.uint8)
     exchange.swap(outgoing, incoming).wait()
     for tensor in outgoing.values():
         exchange.release(tensor)
-    for item in _items(unit, rank, rank, table, told, reducer):
+    for item in _items(unit, _kept(unit, held, reducer, rank), told[rank], reducer):
         if item.key != _ITSELF and new[item.index][item.key] is held[item.index].state[item.key]:
             continue
         _put(item, _source(held[item.index], item).flatten(), reducer, new)
@@ -174,6 +186,18 @@ def _exchange_unit(
             _put(item, raw.clone().view(dtype), reducer, new)  # a copy, for its alignment
             received += item.bytes if item.key != _ITSELF else 0
     return received
+
+
+def _kept(unit: list[int], held: Mapping[int, Held], reducer: OwnedUnits, rank: int) -> dict[int, list[Gift]]:
+    """What this rank holds and will own of a unit, as gifts to itself."""
+    found = {}
+    for index in unit:
+        if index in held:
+            first, last = reducer.extent(index, rank)
+            begin, end = max(first, held[index].begin), min(last, held[index].end)
+            if begin < end:
+                found[index] = [Gift(index, rank, rank, begin, end)]
+    return found
 
 
 def _source(one: Held, item: _Item) -> torch.Tensor:

@@ -32,6 +32,7 @@ def make_images(
     return Images(
         directory.path, directory.run_id, group, start=start, owned=owned if any(owned) else [1.0] * len(owned),
         messages=group.messages() if group.world_size > 1 else None, memory_bytes=config.memory_buffer_bytes(),
+        groups=[replica.reducer.division.number_of(rank) for rank in range(group.world_size)],
     )  # fmt: skip
 
 

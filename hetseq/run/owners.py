@@ -131,7 +131,7 @@ def make_reducer(
     owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
     elements = sum(parameter.numel() for parameter in parameters)
     on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
-    division = Division(fractions, cuts_tensors, on_device, groups_of_ranks)
+    division = Division(fractions, cuts_tensors, on_device, groups_of_ranks, tuple(one.host for one in rooms))
     if is_first:
         units = units_of(parameters, bucket_bytes)
         if groups is not None:

@@ -1,6 +1,6 @@
 """Runs with owners whose processes are killed on purpose, what they have left, and the undisturbed run beside them.
 
-Three ranks. Each replacement of the victim is killed in the next phase, so that one run shows all of them.
+Three ranks, or more. Each replacement of the victim is killed in the next phase, so that one run shows all of them.
 """
 
 from __future__ import annotations
@@ -69,13 +69,16 @@ OFTEN = ["an owner that gives parts", "replacements of an owner"]
 class Run:
     """A run with owners and kills, and what it has left."""
 
-    def __init__(self, chaos: Chaos, folder: Path, faults: Faults, *, task: dict[str, Any], **options: Any) -> None:
-        name, diary = write_task(folder / "watched", computing=3, **task), folder / "diary"
+    def __init__(
+        self, chaos: Chaos, folder: Path, faults: Faults, *, task: dict[str, Any], ranks: int = 3, **options: Any
+    ) -> None:
+        self.ranks = ranks
+        name, diary = write_task(folder / "watched", computing=ranks, **task), folder / "diary"
         told: dict[str, Any] = {"shard_model": "state", "bucket_cap_mb": "0.0001"}
         if task.get("has_layers"):
             told = {"shard_model": "all", "shard_modules": LAYERS}
         told |= {"balance": "5,4,3", "step_deadline": 60, **options}
-        self.found = chaos.run(faults=faults.diary(diary).text(), task=name, ranks=3, steps=STEPS, **told)
+        self.found = chaos.run(faults=faults.diary(diary).text(), task=name, ranks=ranks, steps=STEPS, **told)
         self.said = self.found.said
         lines = (chaos.newest / "metrics.jsonl").read_text().splitlines()
         self.written = [json.loads(line) for line in lines]  # also rows of steps that were done again
@@ -120,15 +123,20 @@ def calm_run(chaos: Chaos, folder: Path, **kinds: bool) -> Calm:
 
 
 def check_survivors(
-    computed: list[Computed], kills: list[dict[str, Any]], samples_of: list[set[int]], *, back: int = 0
+    computed: list[Computed],
+    kills: list[dict[str, Any]],
+    samples_of: list[set[int]],
+    *,
+    back: int = 0,
+    ranks: int = 3,
 ) -> Counter[int]:
     """The processes that no kill has hit have computed in all steps; how often each step was begun, by the process that
     began it most often. They go back by at most `back` steps.
     """
-    assert len(computed) == 3 + len(kills)
+    assert len(computed) == ranks + len(kills)
     lives = [one.steps(samples_of, back=back) for one in computed if one.pid not in {kill["pid"] for kill in kills}]
     survivors = [steps for (steps,) in lives if steps[0] == 1]
-    assert len(survivors) == 3 - len({kill["slot"] for kill in kills})
+    assert len(survivors) == ranks - len({kill["slot"] for kill in kills})
     assert all(sorted(set(steps)) == list(range(1, STEPS + 1)) for steps in survivors)
     begun = Counter[int]()
     for steps in survivors:

@@ -43,7 +43,7 @@ def check_each_costs_one_step(run: Run, undisturbed: Calm, *, moves: bool | None
     assert not any("lost" in loss for loss in run.losses)
     stays = [loss for loss in run.losses if moves is False or "is back" not in loss["story"]]
     assert all((loss["state_bytes"] > 0) == bool(moves) for loss in stays), stays
-    begun = check_survivors(run.computed, run.kills, undisturbed.samples_of)
+    begun = check_survivors(run.computed, run.kills, undisturbed.samples_of, ranks=run.ranks)
     assert max(begun.values()) <= 2
     assert {step for step, times in begun.items() if times > 1} <= {loss["step"] + 1 for loss in run.losses}
 

@@ -327,6 +327,25 @@ def test_a_copy_that_was_not_compared_is_no_image(tmp_path: Path) -> None:
     assert dict(keeper)[1] == (1,), "only its own part"
 
 
+def keep_in_groups(group: Group, folder: Path, groups: tuple[int, ...]) -> Any:
+    folder.mkdir(exist_ok=True)
+    node = Node(group, folder, (2, 1, 0))
+    node.images.close(keep=False)
+    node.images = node.new_images(group, groups=groups)
+    assert node.make(1)
+    node.await_safety()
+    protection = node.images.protection
+    node.images.close(keep=False)
+    assert protection is not None
+    return protection.keepers
+
+
+def test_where_another_group_holds_the_state_too_the_copy_of_an_owner_is_in_its_own(tmp_path: Path) -> None:
+    alone = run_ranks(keep_in_groups, 3, tmp_path / "one", ())
+    assert alone == [((1,), (2,), ())] * 3
+    assert run_ranks(keep_in_groups, 3, tmp_path / "two", (0, 0, 1)) == [((1,), (0,), ())] * 3
+
+
 def begin_again(group: Group, folder: Path) -> Any:
     """Another start of the run, with images of the one before in memory."""
     node = Node(group, folder, (1, 1))

@@ -31,6 +31,8 @@ WORDS = shlex.split(
 )
 SHARDED = ("--shard-model", "state", "--own", "2,1", "--bucket-cap-mb", "0.0001")
 LAYERED = ("--shard-model", "all", "--own", "2,1", "--shard-modules", "0,2")
+OF_STATE, OF_LAYERS = (*SHARDED[:2], *SHARDED[4:]), (*LAYERED[:2], *LAYERED[4:])
+IN_GROUPS = ("--shard-groups", "2+1", "--own", "2,1,1", "--throttle", "0:30,1:30,2:30")
 
 
 UNITS = 16_000
@@ -63,9 +65,10 @@ NO_STATE = ("--no-save", "--memory-interval-updates", 0)  # a state that no proc
 
 
 class Course:
-    """The nodes of one run, which share a run directory."""
+    """The nodes of one run, which share a run directory; the shadow has the slot behind the `ranks`."""
 
-    def __init__(self, nodes: Nodes, *words: object, place: str | None = None) -> None:
+    def __init__(self, nodes: Nodes, *words: object, place: str | None = None, ranks: int = 2) -> None:
+        self.slot = ranks
         self.nodes, self.save_dir = nodes, nodes.folder / "run"
         meeting = ["--join", place or tcp().url, "--min-ranks", 1]
         self.words = [*WORDS, *SLOWLY, *words, *meeting, "--save-dir", self.save_dir]
@@ -74,19 +77,19 @@ class Course:
         return self.nodes.start(*self.words, *words, cold=cold, environment=environment)
 
     def follow(self, *words: object, environment: dict[str, str] | None = None) -> Node:
-        """Start a shadow, in slot 2, once two ranks train; it has the state then."""
+        """Start a shadow, once the ranks train; it has the state then."""
         self.wait_for(3)
         shadow = self.start("--shadow", *words, environment=environment)
         self.nodes.wait_until(lambda: self.states() > 0, "the shadow has the state")
         return shadow
 
     def states(self) -> int:
-        """How often the shadow in slot 2 has got the whole state."""
-        return self.log(2).count("got the state after step")
+        """How often the shadow has got the whole state."""
+        return self.log(self.slot).count("got the state after step")
 
     def shadow(self) -> int:
-        """The process that follows in slot 2."""
-        return int(re.findall(r"process (\d+) follows", self.log(2))[-1])
+        """The process that follows."""
+        return int(re.findall(r"process (\d+) follows", self.log(self.slot))[-1])
 
     def rows(self) -> list[dict[str, float]]:
         try:
@@ -110,6 +113,11 @@ class Course:
 
     def pids(self, *slots: int) -> list[int]:
         return [json.loads((self.save_dir / "status" / f"rank-{slot}.json").read_text())["pid"] for slot in slots]
+
+    def ranks(self) -> list[int]:
+        """The ranks that train, by the newest change of them."""
+        changes = [event for event in self.events() if event["event"] == "generation"]
+        return list(changes[-1]["ranks"]) if changes else []  # type: ignore[call-overload]
 
     def kill(self, *slots: int) -> None:
         for pid in self.pids(*slots):
@@ -138,7 +146,7 @@ def check_curve(course: Course, calm: dict[int, float]) -> None:
     mine = {int(row["step"]): row["loss"] for row in course.rows()}
     assert mine.keys() == calm.keys()
     wrong = [step for step in calm if abs(mine[step] - calm[step]) > TOLERANCE * abs(calm[step])]
-    assert not wrong, f"{wrong[:5]}\n{course.nodes.story()}\n{course.log(2)}"
+    assert not wrong, f"{wrong[:5]}\n{course.nodes.story()}\n{course.log(course.slot)}"
     worst = max(abs(mine[step] - calm[step]) / abs(calm[step]) for step in calm)
     assert worst <= TOLERANCE, f"{worst:.1e}"
 
@@ -150,7 +158,7 @@ def takeovers(course: Course) -> list[dict[str, object]]:
 def check_nothing_lost(course: Course, taken: dict[str, object]) -> None:
     """No step is made again whose row was written before the kill."""
     written = [int(row["step"]) for row in course.rows() if row["generation"] < int(str(taken["generation"]))]
-    assert max(written) <= int(str(taken["step"])), f"{taken} {written[-3:]}\n{course.log(2)}"
+    assert max(written) <= int(str(taken["step"])), f"{taken} {written[-3:]}\n{course.log(course.slot)}"
 
 
 def regroups(course: Course) -> int:
@@ -188,6 +196,29 @@ def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
     check_curve(course, calm)
     (taken,) = takeovers(course)
     check_nothing_lost(course, taken)
+
+
+@pytest.mark.parametrize(
+    ("kind", "victims"),
+    [(OF_STATE, (0, 2)), (OF_LAYERS, (0, 1, 2)), *nightly((OF_STATE, (0, 1, 2)), (OF_LAYERS, (1, 2)), is_many=True)],
+)
+def test_beside_groups_a_shadow_takes_over_when_no_group_is_whole(
+    nodes: Nodes, calm: dict[int, float], kind: tuple[str, ...], victims: tuple[int, ...]
+) -> None:
+    course = Course(nodes, *NO_STATE, *kind, *IN_GROUPS, ranks=3)
+    course.start("--ranks", 3)
+    course.follow()
+    before = regroups(course)
+    course.kill(1)
+    nodes.wait_until(lambda: regroups(course) > before and course.ranks() == [0, 1, 2], "rank 1 is back")
+    assert not takeovers(course), "the other group was whole"
+    course.wait_for(course.step() + 5)
+    course.kill(*victims)
+    assert [ended.code for ended in nodes.finish()] == [EXIT_DONE] * 2, nodes.story()
+    check_curve(course, calm)
+    (taken,) = takeovers(course)
+    check_nothing_lost(course, taken)
+    assert "lost" not in taken
 
 
 def test_so_it_is_with_an_owner_of_frozen_weights(nodes: Nodes) -> None:

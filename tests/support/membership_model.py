@@ -105,13 +105,18 @@ class Part(NamedTuple):
 
 
 ALL = frozenset(range(4))
+MOST_GROUPS = 4
 
 
 @cache
-def cut(generation: int, roster: tuple[str, ...], name: str) -> Part:
-    """Of each generation another one; of three workers, one owns nothing."""
-    who = owners(generation, roster)
-    return Part(generation, frozenset(one for one in ALL if who[one % len(who)] == name))
+def cut(generation: int, roster: tuple[str, ...], name: str, groups: int = 1) -> Part:
+    """Of each generation another one; of three workers, one owns nothing. Each of the groups has everything."""
+    if len(roster) < groups:
+        groups = 1
+    number = roster.index(name) % groups
+    who = owners(generation, roster[number::groups])
+    elements = frozenset(one for one in ALL if who[one % len(who)] == name)
+    return Part(generation if groups == 1 else generation * MOST_GROUPS + number, elements)
 
 
 @cache
@@ -215,9 +220,9 @@ TRAINING = ("computing", "reducing", "committing", "done", "fresh")
 HANDING = ("forming", "handed")
 
 
-def beginning(workers: int, budget: Budget, *, has_owners: bool) -> State:
+def beginning(workers: int, budget: Budget, *, has_owners: bool, groups: int) -> State:
     names = tuple(f"{slot}.0" for slot in range(workers))
-    first = (Worker(name, part=cut(0, names, name) if has_owners else None) for name in names)
+    first = (Worker(name, part=cut(0, names, name, groups) if has_owners else None) for name in names)
     return State(tuple(first), (Formed(names, ()),), frozenset(), frozenset(), budget)
 
 
@@ -292,16 +297,23 @@ def _check_nothing_forgotten(after: Formed, lost: str, voters: Collection[Heard]
         assert lost
     elif len(longest) > len(after.base):
         raise Broken("an update is forgotten that somebody has made who reports")
+    elif any(one.name in after.fresh for one in voters if has_reached(one, longest)):
+        raise Broken("a holder is given again what it holds")
 
 
 def parts_of(voters: Collection[Heard], history: History) -> list[list[Part | None]]:
     """Of those who hold this history or can make its last update, by cut."""
     parts = collections.defaultdict[int, list[Part | None]](list)
     for one in voters:
-        can_make = history and one.history == history[:-1] and (history[-1][3] == SKIP or one.held == history[-1][:3])
-        if one.history == history or can_make:
+        if has_reached(one, history):
             parts[-1 if one.part is None else one.part.cut].append(one.part)
     return list(parts.values())
+
+
+def has_reached(one: Heard, history: History) -> bool:
+    """Whether it holds this history or can make its last update."""
+    can_make = history and one.history == history[:-1] and (history[-1][3] == SKIP or one.held == history[-1][:3])
+    return one.history == history or bool(can_make)
 
 
 def is_complete(parts: Collection[Part | None]) -> bool:
@@ -314,10 +326,11 @@ class Search:
 
     def __init__(
         self, rule: Rule = decide, *, workers: int, steps: int, budget: Budget, has_owners: bool = False,
-        named: Callable[[Plan], str] = name_of, has_stops: bool = True,
+        named: Callable[[Plan], str] = name_of, has_stops: bool = True, groups: int = 1,
     ) -> None:  # fmt: skip
         self.rule, self.steps, self.has_owners, self.named, self.has_stops = rule, steps, has_owners, named, has_stops
-        self.first = beginning(workers, budget, has_owners=has_owners)
+        self.groups = groups
+        self.first = beginning(workers, budget, has_owners=has_owners, groups=groups)
 
     def moves(self, state: State) -> Iterator[Move]:
         for slot, worker in enumerate(state.workers):
@@ -452,7 +465,7 @@ class Search:
     def _receive(self, state: State, slot: int, worker: Worker) -> Iterator[Move]:
         record = state.records[worker.generation]
         if record.base is None:
-            part = cut(worker.generation, record.roster, worker.name) if self.has_owners else None
+            part = cut(worker.generation, record.roster, worker.name, self.groups) if self.has_owners else None
             loaded = self._entered(worker._replace(history=(), part=part), state)
             yield self._move(state, slot, loaded, "loads the checkpoint")
         for donor in state.workers:
@@ -479,7 +492,7 @@ class Search:
                 raise Broken("a part of the base is in nobody's hands")
             yield self._move(state, slot, worker._replace(phase="handed"), "has its part")
         elif all(one.phase != "forming" for one in here):
-            part = cut(worker.generation, record.roster, worker.name)
+            part = cut(worker.generation, record.roster, worker.name, self.groups)
             entered = self._entered(worker._replace(history=record.base, part=part), state)
             yield self._move(state, slot, entered, "drops its old part")
 
@@ -493,7 +506,7 @@ class Search:
             raise Broken("an image is not the state that the record says")
         if not any(plan.elements({part for _, part in parts}) == ALL for plan in plans):
             raise Broken("a part of the image is in no memory")
-        part = cut(worker.generation, record.roster, worker.name)
+        part = cut(worker.generation, record.roster, worker.name, self.groups)
         return worker._replace(phase="handed", history=record.base, part=part)
 
     def _adopt(self, state: State, slot: int, worker: Worker, newest: int) -> Iterator[Move]:

@@ -8,10 +8,11 @@ The one idea: a report gives the updates in a state (its lineage) and the comple
 a rank has got. Members are at most one update apart, because committing the next step needs a row from every rank. So
 the longest lineage is the base. A rank that is one update behind and holds exactly that gradient applies the update
 too; any other rank receives the state from a survivor. If no rank saw the commit, no rank is behind, and the step is
-computed again from the same samples. With `--shard-model state` the base also needs all its parts. If its holders do
-not own all elements together, the base is lost, and all ranks go back to the newest image in memory of which the
-members' nodes have all parts, or else to the newest checkpoint. These rules, and a counterexample for each protocol
-that lacks one of them, come from a search over all interleavings of a model; see docs/design/membership.md.
+computed again from the same samples. With `--shard-model state` the base also needs all its parts. If the parts of one
+cut that its holders have are not the whole state, the base is lost, and all ranks go back to the newest image in memory
+of which the members' nodes have all parts, or else to the newest checkpoint. If they are, every holder keeps its part,
+whatever cut it is of. These rules, and a counterexample for each protocol that lacks one of them, come from a search
+over all interleavings of a model; see docs/design/membership.md.
 """
 
 from __future__ import annotations
@@ -184,9 +185,9 @@ def decide(
     base, last = _longest([voters[name] for name in holders])
     survivors = {name for name in holders if _reaches(voters[name], base, last)}
     _check_parts([voters[name] for name in holders])
-    survivors, missing = _whole_state({name: voters[name] for name in survivors})
+    fit, missing = _whole_state({name: voters[name] for name in survivors})
     if missing:
-        gone = [order[name] for name in newest.roster if name not in survivors]
+        gone = [order[name] for name in newest.roster if name not in fit]
         back = _led_by(record, shadow, reports, order)
         return back or _gone_back(newest, record, voters.values(), _in_words(gone, missing))
     return replace(record, base=base, last=last, fresh=frozenset(roster) - survivors)

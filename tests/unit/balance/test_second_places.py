@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -82,3 +83,50 @@ def test_whatever_the_nodes_a_whole_copy_of_everything_is_elsewhere(seed: int) -
         others = sum(IMAGES * one.image_bytes for one in ranks if one.node != node)
         if own + others <= room:  # it could have taken everything, so it is never overfull
             assert own + kept[node] <= room
+
+
+def in_groups(text: str) -> list[Lodging]:
+    """Of `a:10 b:10 | c`: one rank on each machine, in two groups; c makes no image."""
+    return [
+        Lodging(word[0], word[0], 1000, int(word[2:] or 0), number)
+        for number, group in enumerate(text.split("|"))
+        for word in group.split()
+    ]
+
+
+def test_with_groups_a_copy_goes_where_the_loss_of_both_places_leaves_a_group_whole() -> None:
+    assert keepers(in_groups("a:10 b:10 | c d")) == [(1,), (0,), (), ()]
+    assert keepers(in_groups("a:10 b:10 | c")) == [(1,), (0,), ()]
+    assert keepers(in_groups("a:10 | b c")) == [(1,), (), ()], "its group has no other node"
+    assert keepers(in_groups("a:10 | b | c")) == [(1,), (), ()], "the third group is whole then"
+    apart = [Lodging("a1", "a", 1000, 10), Lodging("a2", "a", 1000, 10), Lodging("b", "b", 1000, 0, 1)]
+    assert keepers(apart) == [(2,), (2,), ()], "another machine comes first: one is lost with all its nodes"
+
+
+def test_a_copy_that_its_group_has_no_room_for_goes_to_another_one() -> None:
+    ranks = [Lodging("a", "a", 1000, 300), Lodging("b", "b", 500, 10), *in_groups("| c d")]
+    assert keepers(ranks) == [(2,), (0,), (), ()]
+
+
+def loses_the_state(ranks: list[Lodging], places: list[tuple[Place, ...]], dead: tuple[str, ...]) -> bool:
+    """Whether no group is whole without these nodes, and no image either."""
+    broken = {one.group for one in ranks if one.node in dead}
+    lost = any(
+        one.image_bytes and one.node in dead and any(ranks[place.rank].node in dead for place in kept)
+        for one, kept in zip(ranks, places, strict=True)
+    )
+    return broken == {one.group for one in ranks} and lost
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (3, 2), (3, 1, 1), (2, 4)])
+def test_no_loss_of_two_nodes_loses_a_state_that_two_groups_hold(sizes: tuple[int, ...]) -> None:
+    names = iter("abcdefgh")
+    ranks = [
+        Lodging(name := next(names), name, 1000, 0 if number else 10 + at, number)
+        for number, size in enumerate(sizes)
+        for at in range(size)
+    ]
+    pairs = list(itertools.combinations([one.node for one in ranks], 2))
+    assert not any(loses_the_state(ranks, second_places(ranks), pair) for pair in pairs)
+    elsewhere = [(Place(len(ranks) - 1, 1.0),) if one.image_bytes else () for one in ranks]  # in the last group
+    assert any(loses_the_state(ranks, elsewhere, pair) for pair in pairs) == (len(sizes) == 2)

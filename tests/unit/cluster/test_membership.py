@@ -164,12 +164,38 @@ STORIES = {
         (holds("B", ONE, generation=1, part=(4, 8), cut=0), holds("C", ONE, generation=1, part=(4, 8), cut=0)),
         "BC", ONE, newest=AFTER,
     ),
-    "the new parts are all there: who still has one of the old ones is given the state, who owns nothing is not": Story(
+    "the new parts are all there: who still has one of the old ones keeps it": Story(
         (
             holds("A", ONE, generation=1, part=(8, 8)), holds("B", ONE, generation=1, part=(4, 8), cut=0),
             holds("C", ONE, generation=1, part=(0, 8), cut=0),
         ),
-        "ABC", ONE, fresh="B", newest=Record(1, ("A", "B", "C"), lineage(NONE)),
+        "ABC", ONE, newest=Record(1, ("A", "B", "C"), lineage(NONE)),
+    ),
+    # A and B are one group, and C is another one, with a cut of its own
+    "a group has lost a rank, and the other one is whole: all that are left keep what they have": Story(
+        (made("A", ONE, part=(5, 8), cut=16), made("C", ONE, part=(8, 8), cut=17)),
+        "ACD", ONE, fresh="D", last=ONE, newcomers="D",
+    ),
+    "a group of which one rank holds only the gradient is whole after the update": Story(
+        (made("A", ONE, part=(5, 8), cut=16), holds("B", NONE, GRADIENT, part=(3, 8), cut=16)), "AB", ONE, last=ONE
+    ),
+    "the whole group has the gradient of the update that the other one has made without it": Story(
+        (made("A", ONE, part=(5, 8), cut=16), holds("C", NONE, GRADIENT, part=(8, 8), cut=17)), "AC", ONE, last=ONE
+    ),
+    "a group without the gradient of an update that a whole group has made is given the state": Story(
+        (
+            holds("A", NONE, part=(5, 8), cut=16), holds("B", NONE, GRADIENT, part=(3, 8), cut=16),
+            made("C", ONE, part=(8, 8), cut=17),
+        ),
+        "ABC", ONE, fresh="A", last=ONE,
+    ),
+    "the whole group lacks an update of which the other one has only a part": Story(
+        (made("A", ONE, part=(6, 8), cut=16), holds("C", NONE, part=(8, 8), cut=17)),
+        "AC", None, fresh="AC", lost="ranks 1 and 2 owned 25 % of the state, and no other rank holds it",
+    ),
+    "a group is whole only with a newcomer, who brings nothing": Story(
+        (made("A", ONE, part=(6, 8), cut=16),), "AD", None, fresh="AD", newcomers="D",
+        lost="ranks 1 and 2 owned 25 % of the state, and no other rank holds it",
     ),
 }  # fmt: skip
 
@@ -452,6 +478,20 @@ def without_the_cut(newest: Record, reports: Mapping[str, Report], *rest: Any, *
         return decide(newest, reports, *rest, **options)
 
 
+def without_the_other_cuts(newest: Record, reports: Mapping[str, Report], *rest: Any, **options: Any) -> Record:
+    """Only the parts of the cut that is whole count; who has one of another cut is given the state again."""
+    record = decide(newest, reports, *rest, **options)
+    if record.base is None or record.image:
+        return record
+    donors = [reports[name] for name in record.donors]
+    owned = collections.Counter[int]()
+    for one in donors:
+        owned[one.cut_by] += one.part[0] if one.part else 0
+    best = max(owned, key=lambda cut: (owned[cut], cut))
+    others = {one.incarnation for one in donors if one.part and one.part[0] and one.cut_by != best}
+    return replace(record, fresh=record.fresh | others)
+
+
 def without_small_parts(newest: Record, reports: Mapping[str, Report], *rest: Any, **options: Any) -> Record:
     """If an owner is lost, so is the state, though it owned nothing."""
     record = decide(newest, reports, *rest, **options)
@@ -533,6 +573,37 @@ def test_long_histories_with_owners_end_with_every_step_made_once(walks: int) ->
     assert [word for word in words if told[word] < walks / 10] == []
 
 
+@pytest.mark.parametrize(
+    ("workers", "budget", "least"),
+    [
+        (2, Budget(faults=1, restarts=1), 1000),
+        (3, Budget(faults=1), 5000),
+        pytest.param(3, Budget(faults=1, restarts=1), 10_000, marks=pytest.mark.slow),
+        pytest.param(3, Budget(faults=2), 200_000, marks=pytest.mark.nightly),
+        pytest.param(4, Budget(faults=1), 100_000, marks=pytest.mark.nightly),
+    ],
+)
+def test_two_groups_of_owners_may_die_at_every_point_and_no_holder_is_given_what_it_has(
+    workers: int, budget: Budget, least: int
+) -> None:
+    told = set[str]()
+    search = Search(workers=workers, steps=1, budget=budget, has_owners=True, groups=2)
+    assert search.exhaust(lambda move: told.add(move.told.partition(" ")[2])) > least
+    assert {"dies", "has its part", "drops its old part"} <= told
+    assert "loads the checkpoint" not in told or budget.faults > 1, "the other group is whole"
+
+
+@pytest.mark.parametrize("walks", [100, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_long_histories_with_two_groups_end_with_every_step_made_once(walks: int) -> None:
+    told = collections.Counter[str]()
+    for seed in range(walks):
+        budget = Budget(faults=3, restarts=2, non_finite=1, redo=1)
+        search = Search(workers=3 + seed % 2, steps=3, budget=budget, has_owners=True, groups=2)
+        told.update(word for event in search.wander(random.Random(seed)) for word in event.split())
+    words = ("dies", "stopped", "wakes", "freezes", "enters", "REDO", "SKIP", "drops", "loads", "forming")
+    assert [word for word in words if told[word] < walks / 10] == []
+
+
 def test_who_joins_costs_nobody_a_step() -> None:
     search = Search(workers=3, steps=3, budget=Budget(faults=0))
     newcomer = Worker("2.1", phase="newcomer", history=None)
@@ -548,7 +619,7 @@ MUTANTS = [
     without_the_longest_base, without_the_verdict, without_the_step_of_a_skip, without_a_report, without_the_tag,
     without_the_gradient, without_the_history, without_the_generation, without_the_roster, without_incarnations,
     without_anybody_fresh, without_survivors, without_the_order_of_slots, without_parts, without_the_cut,
-    without_small_parts,
+    without_the_other_cuts, without_small_parts,
 ]  # fmt: skip
 
 
@@ -600,6 +671,7 @@ def test_without_one_of_its_rules_a_history_goes_wrong(mutant: Rule, what: str) 
         (without_parts, "in nobody's hands"),
         (without_the_cut, "in nobody's hands"),
         (without_small_parts, "is forgotten"),
+        (without_the_other_cuts, "given again what it holds"),
     ],
 )
 def test_without_one_of_the_rules_of_parts_a_history_goes_wrong(mutant: Rule, what: str) -> None:

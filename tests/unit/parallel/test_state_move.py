@@ -1,8 +1,9 @@
-"""Parts of the state move to new owners: bit for bit, only what changes hands, and its bytes are counted."""
+"""Parts of the state move to new owners: bit for bit, only what a rank lacks, and its bytes are counted."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.nightly import nightly
 from tests.support.ranks import run_ranks
 
 Fractions = tuple[float, ...]
+Groups = tuple[tuple[int, ...], ...]
 
 
 class Net(nn.Module):
@@ -77,17 +79,30 @@ class Facts:
     parts: list[tuple[int, int]]
 
 
-def wander(group: Group, kind: str, cuts: list[Fractions], shares_memory: bool) -> Facts:
-    """Own by one cut after the other; a copy that nobody cuts says what is right."""
+def wander(
+    group: Group,
+    kind: str,
+    cuts: list[Fractions],
+    shares_memory: bool,
+    groups: Sequence[Groups] = (),
+    joiners: Sequence[int | None] = (),
+) -> Facts:
+    """Own by one cut after the other; a copy that nobody cuts says what is right.
+
+    By cut: the `groups` of ranks, and the rank that has lost all it had, as one that joins; empty: none.
+    """
     if shares_memory and isinstance(group, GlooGroup):
         group.meet_neighbours()
     (right, whole), (model, optimizer) = begun(kind), begun(kind)
     owned = OwnedState(optimizer, {one: name for name, one in model.named_parameters()})
     facts, reducer = Facts([], [], [], [], []), None
     for number, fractions in enumerate(cuts):
+        if joiners and joiners[number] == group.rank:
+            lose_all(model, optimizer, owned)
         owned.earlier = owned.held()
         before = reducer
-        reducer = OwnedGradients(list(model.parameters()), group, Division(fractions, kind != "odd"), bucket_bytes=160)
+        division = Division(fractions, kind != "odd", groups=groups[number] if groups else ())
+        reducer = OwnedGradients(list(model.parameters()), group, division, bucket_bytes=160)
         if before is None:
             owned.adopt_(reducer, cut=number)
             # from here on of each parameter only what this rank owns is right
@@ -109,6 +124,14 @@ def wander(group: Group, kind: str, cuts: list[Fractions], shares_memory: bool) 
     assert reducer is not None
     reducer.close()
     return facts
+
+
+@torch.no_grad()
+def lose_all(model: Net, optimizer: torch.optim.Optimizer, owned: OwnedState) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    optimizer.state.clear()
+    owned.fragments = {}
 
 
 @torch.no_grad()
@@ -154,17 +177,18 @@ def draw(chance: random.Random, world_size: int, count: int) -> list[Fractions]:
     return cuts
 
 
-def bytes_that_move(ranks: list[Facts], cut: int) -> tuple[list[int], list[int]]:
+def bytes_that_move(ranks: list[Facts], cut: int, joiner: int | None = None) -> tuple[list[int], list[int]]:
     """By rank: the bytes of AdamW's moments that it owns by a cut and not by the one before, and with the parameters.
 
-    The moments of a parameter without dimensions are told with the counters, and not sent.
+    A `joiner` has nothing of the one before. The moments of a parameter without dimensions are told with the counters,
+    and not sent.
     """
     parameters = dict(Net().named_parameters())
     state, everything = [], []
-    for facts in ranks:
+    for rank, facts in enumerate(ranks):
         fresh = dict.fromkeys(parameters, 0)
         for name, (begin, end) in facts.owned[cut].items():
-            low, high = facts.owned[cut - 1].get(name, (0, 0))
+            low, high = (0, 0) if rank == joiner else facts.owned[cut - 1].get(name, (0, 0))
             elements = end - begin - max(0, min(end, high) - max(begin, low))
             fresh[name] = elements * parameters[name].element_size()
         state.append(sum(2 * fresh[name] for name, one in parameters.items() if one.dim()))
@@ -208,6 +232,35 @@ def test_state_in_shapes_of_its_own_moves_with_its_parameter(seed: int) -> None:
     rows = sum((one.shape[0] if one.dim() else 1) * 8 for one in Net().parameters() if one.numel())
     assert [facts.received[-2] for facts in ranks] == [rows, 0, 0]
     assert [facts.messages[-1] for facts in ranks] == [0, 0, 0]
+
+
+TWO_AND_TWO, THREE_AND_ONE = ((0, 1), (2, 3)), ((0, 2, 3), (1,))
+CUTS: list[tuple[Fractions, Groups, int | None]] = [
+    ((1.0, 2.0, 1.0, 1.0), TWO_AND_TWO, None),
+    ((1.0, 2.0, 1.0, 1.0), TWO_AND_TWO, None),  # nothing has changed
+    ((1.0, 2.0, 1.0, 1.0), TWO_AND_TWO, 1),  # it returns
+    ((1.0, 0.0, 3.0, 1.0), TWO_AND_TWO, 3),
+    ((2.0, 1.0, 1.0, 5.0), THREE_AND_ONE, 0),
+    ((2.0, 1.0, 1.0, 5.0), (), 3),  # all ranks are one group
+    ((1.0, 1.0, 0.0, 1.0), TWO_AND_TWO, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares_memory"), [("adamw", True), ("adamw", False), ("odd", True)], ids=["shared", "gloo", "whole"]
+)
+def test_with_groups_each_rank_is_sent_what_it_lacks_and_no_more(kind: str, shares_memory: bool) -> None:
+    cuts, groups, joiners = zip(*CUTS)
+    ranks = run_ranks(wander, 4, kind, list(cuts), shares_memory, groups, joiners, timeout_s=60)
+    total = sum(one.numel() for one in Net().parameters())
+    for number, (_, of_ranks, joiner) in enumerate(CUTS):
+        assert [facts.is_right[number] for facts in ranks] == [True] * 4, f"cut {number}"
+        assert sum(facts.parts[number][0] for facts in ranks) == total * max(1, len(of_ranks))
+        if kind == "adamw" and number:
+            told = [facts.received[number] for facts in ranks], [facts.messages[number] for facts in ranks]
+            assert told == bytes_that_move(ranks, number, joiner), f"cut {number}"
+    assert [facts.messages[1] for facts in ranks] == [0] * 4
+    assert [bool(facts.messages[2]) for facts in ranks] == [False, True, False, False]
 
 
 def join(group: Group, cuts: list[Fractions]) -> list[int]:
