@@ -148,6 +148,14 @@ class Task:
         """
         return False
 
+    def tensor_plan(self) -> Mapping[str, Any]:
+        """With `--tensor-parallel-degree`: how ranks divide the model, as in {"layers.*.up": "colwise",
+        "layers.*.down": "rowwise"}; keys are names of modules, with * for any one part of a name.
+
+        By default the plan that the model brings, as most models of transformers do.
+        """
+        return {}
+
     def count(self, sample: Any) -> dict[str, float] | None:
         """The denominator of each term, from the collated micro-batch alone; None: its samples, as "loss"."""
         return None

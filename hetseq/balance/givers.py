@@ -55,7 +55,7 @@ def gifts(held: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64], *, hosts: 
 
 
 def _lacking(wanted: Sequence[int], held: Sequence[int]) -> list[tuple[int, int]]:
-    """The spans of what is wanted that are not held."""
+    """The wanted spans that are not held."""
     (first, last), (begin, end) = wanted, held
     begin, end = max(first, begin), min(last, end)
     if begin >= end:

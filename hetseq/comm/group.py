@@ -16,6 +16,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -146,7 +147,7 @@ class Group(RowTransport, TensorTransport, Protocol):
         ...
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
-        """A group of some of these ranks, in the given order; called by those alone. A `name` is used once in a run.
+        """A group of some of these ranks, in the given order; called by those alone, a name always by the same ones.
 
         Its members are renumbered from 0. Blocks. Raises RendezvousError and PeerLostError.
         """
@@ -185,7 +186,7 @@ class GlooGroup:
         self._ports: frozenset[tuple[str, int]] = frozenset()  # the listening addresses of all ranks
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
         self._subgroups: list[GlooGroup] = []
-        self._messages, self._cut_s = 0, 0.0  # groups for messages so far; when the connections were cut
+        self._named, self._cut_s = Counter[str](), 0.0  # groups so far, by name; when the connections were cut
         self._right_of_way = RightOfWay()
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -259,9 +260,7 @@ class GlooGroup:
         return self._connect_apart(list(ranks).index(self.rank), len(ranks), name)
 
     def messages(self) -> Messages:
-        self._messages += 1  # the name of a group is used once
-        name = f"messages-{self._messages}"
-        group = self._connect_apart(self.rank, self.world_size, name, shares_memory=False)
+        group = self._connect_apart(self.rank, self.world_size, "messages", shares_memory=False)
         # a send that was under way when the connections were cut ends only at its deadline
         return Messages(
             group._transport, self._right_of_way, sever=group.sever, end_s=group._end_s,
@@ -270,7 +269,8 @@ class GlooGroup:
 
     def _connect_apart(self, rank: int, world_size: int, name: str, **options: Any) -> GlooGroup:
         """A group of some or all of these ranks with connections of its own, which ends with this one."""
-        meeting = replace(self._meeting, name=f"{self._meeting.name}/{name}", **options)
+        self._named[name] += 1  # the ranks of a group may meet again
+        meeting = replace(self._meeting, name=f"{self._meeting.name}/{name}-{self._named[name]}", **options)
         group = connect(rank=rank, world_size=world_size, meeting=meeting, timeout_s=self.deadline_s)
         self._subgroups.append(group)
         if self._is_severed:  # by another thread, meanwhile

@@ -150,6 +150,11 @@ def _check_left(config: Config, script: str, call: str) -> None:
         )
     if config.distributed.shard_modules != DistributedConfig.shard_modules:
         raise ConfigError(f"--shard-modules is for tasks, whose parameters may come and go: leave it out for {script}")
+    if config.distributed.tensor_degree > 1:
+        raise ConfigError(
+            f"--tensor-parallel-degree is for tasks: {script} builds the model itself; divide it there with"
+            " hetseq.sagemaker, or write a task"
+        )
     if config.distributed.delayed_init:
         raise ConfigError(
             f"--delayed-init is for tasks: {script} builds the model itself; build it as small as it has to be there,"

@@ -545,6 +545,15 @@ class DistributedConfig:
         " ranks in a row each (N), or their numbers as in 2+1",
         metavar="all|node|auto|N|N+N+...",
     )
+    tensor_parallel_degree: str = option(
+        "1",
+        "ranks that hold one model together, each a part of every large layer; several numbers for groups of ranks in"
+        " turn, as in 2+1: two ranks that divide the model, and further ones that each have it whole",
+        metavar="N[+N...]",
+    )
+    tensor_parallel_seed: int = option(
+        0, "seed of the random numbers that differ between the ranks of such a group, as of dropout inside of layers"
+    )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
     )
@@ -648,6 +657,25 @@ class DistributedConfig:
         _require(are_numbers, "shard_groups", self.shard_groups, expected)
         return tuple(map(int, words))
 
+    def tensor_sizes(self) -> tuple[int, ...]:
+        """The ranks of the groups that each hold one model, by `--tensor-parallel-degree 2+1`; the last one repeats."""
+        words, expected = self.tensor_parallel_degree.split("+"), "a number, or 1 and one other number, as in 2 or 2+1"
+        are_numbers = all(word.isascii() and word.isdigit() and int(word) > 0 for word in words)
+        _require(are_numbers, "tensor_parallel_degree", self.tensor_parallel_degree, expected)
+        sizes = tuple(map(int, words))
+        _require(len({*sizes} - {1}) < 2, "tensor_parallel_degree", self.tensor_parallel_degree, expected)
+        return sizes
+
+    @property
+    def tensor_degree(self) -> int:
+        """The parts into which a layer is divided; 1: models are not divided."""
+        return max(self.tensor_sizes())
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether no rank may hold all of the state."""
+        return self.shard_model != "none" or self.tensor_degree > 1
+
     def own_weights(self) -> tuple[float, ...] | None:
         """The weights of `--own 3,1,0` by slot; () for `equal`, where all ranks own as much, and None for `auto`."""
         if self.own == "auto":
@@ -692,6 +720,16 @@ class DistributedConfig:
         """Refuse invalid owners, and owners that no other option asks for."""
         self.own_weights()
         self.shard_group_sizes()
+        if self.tensor_degree > 1 and self.shard_model in ("all", "auto"):
+            raise ConfigError(
+                f"--tensor-parallel-degree {self.tensor_parallel_degree} divides layers, which with --shard-model"
+                f" {self.shard_model} come and go as a whole: use --shard-model state or none beside it"
+            )
+        if self.tensor_degree > 1 and self.delayed_init:
+            raise ConfigError(
+                f"--tensor-parallel-degree {self.tensor_parallel_degree} divides a model that has its first numbers:"
+                " leave --delayed-init out"
+            )
         if "host" in self._own_memory() and self.shard_model == "state":
             raise ConfigError(
                 f"--own-memory {self.own_memory}: only with --shard-model all does what a rank owns lie apart from what"

@@ -3,7 +3,7 @@
 The order of an epoch is a keyed permutation of 0..n-1 with random access, so no rank holds a shuffled array and any
 rank can begin anywhere. A step takes the next run of positions in that order; its length depends on the epoch alone
 and never on the cluster. Data-parallel groups then take neighbouring slices of the run, sized by their shares, and cut
-them into micro-batches. A share belongs to such a group, usually a single rank (`parallel.layout`). Nothing here knows
+them into micro-batches. A share belongs to such a group, usually a single rank (`balance.layout`). Nothing here knows
 data, devices, time or torch.
 """
 

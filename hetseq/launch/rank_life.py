@@ -120,7 +120,8 @@ class RankLife:
         config, device, errand = self._config, torch.device(self._placement.device), self._errand
         self.open_device()
         whereabouts.enter(Phase.LOADING)
-        material = load_material(config, device) if errand is None else sweep.prepare(errand, config, device)
+        slot = self._placement.slot
+        material = load_material(config, device, slot=slot) if errand is None else sweep.prepare(errand, config, device)
         self.present(config, material)
 
     def open_device(self) -> None:
@@ -342,7 +343,7 @@ class RankLife:
         config = _as_for_a_restart(self._config)
         # a script cannot run twice in a process; one that comes here has just begun
         if self._material.own_loop is None:
-            self._material = load_material(config, torch.device(self._placement.device))
+            self._material = load_material(config, torch.device(self._placement.device), slot=self._placement.slot)
         return config
 
     def _sum_up(self, session: Session, *, start_s: float | None) -> None:
@@ -448,7 +449,7 @@ class RankLife:
 
     def _with_images(self, report: Report, session: Session | None, carried: KeptState | None) -> Report:
         """A report with the images in the memory of this node, and the newest checkpoint that this rank knows of."""
-        if self._config.distributed.shard_model == "none":
+        if not self._config.distributed.has_owners:
             return report
         directory, saver = self._directory, None if session is None else session.saver
         last = 0 if saver is None else saver.last_step

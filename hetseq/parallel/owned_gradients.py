@@ -22,7 +22,7 @@ from hetseq.comm.group import Group
 from hetseq.comm.slices import Transfer
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, WithoutRounds, are_finite, buckets_of, norm_of
-from hetseq.parallel.owned_units import Division, OwnedUnits, Unit, starts_of
+from hetseq.parallel.owned_units import Division, OwnedUnits, TensorPlaces, Unit, starts_of
 
 
 class OwnedGradients(WithoutRounds, OwnedUnits):
@@ -43,7 +43,8 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         `moved` is called for each parameter once it lies in its unit, so that nothing keeps its earlier memory.
         """
         self._moved = moved
-        super().__init__(parameters, units_of(parameters, bucket_bytes), group, division, dtype=dtype)
+        units = units_of(parameters, bucket_bytes, division.tensors)
+        super().__init__(parameters, units, group, division, dtype=dtype)
         self._is_last = False
         self._sent = 0
         self._whole: set[int] = set()  # the ranks whose copies are up to date
@@ -59,7 +60,7 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         if not lacking:
             return
         for unit in reversed(self._units):  # as forward needs them
-            takers = self._in_group(lacking)
+            takers = self._holders(unit, lacking)
             self._gathers.append(self.exchange.gather(unit.flat, bounds=unit.bounds, takers=takers))
         if self._group.rank in lacking:
             self._await_gathers()
@@ -83,7 +84,7 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         self._is_last = True
         self._arrived[:] = False
         for unit in self._units:
-            unit.missing = len(unit.indices)
+            unit.missing = 0 if unit.flat.is_meta else len(unit.indices)
 
     def backward(self, loss: torch.Tensor, pause: Pause = nullcontext) -> None:
         self._pause = pause
@@ -126,6 +127,8 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
     def _make_unit(self, indices: list[int]) -> Unit:
         members = [self.parameters[index] for index in indices]
         starts = starts_of(members)
+        if members[0].is_meta:  # the parts of another place
+            return Unit(indices, starts, torch.empty(starts[-1], dtype=members[0].dtype, device="meta"))
         flat = self.exchange.memory(starts[-1], members[0].dtype, members[0].device)
         for start, parameter in zip(starts, members):
             view = flat.as_strided(parameter.shape, parameter.stride(), start)
@@ -135,7 +138,7 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         return Unit(indices, starts, flat)
 
     def _take_own(self, unit: Unit, first: int, last: int) -> torch.Tensor:
-        return unit.flat[first:last]
+        return unit.flat.new_empty(0, device=self.device) if unit.flat.is_meta else unit.flat[first:last]
 
     # gradients
 
@@ -153,7 +156,8 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
 
     def _send_next(self) -> None:
         unit = self._units[self._sent]
-        is_giver = self._group.rank in self._active
+        givers = self._givers(unit, self._active)
+        is_giver = self._group.rank in givers
         for index in () if self._is_silent else unit.indices:
             self.parameters[index].grad = None
         if self._is_silent:
@@ -165,15 +169,25 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
                 if not self.used[index]:
                     self._room(index).zero_()
             flat = unit.gradients if is_giver else None
-            unit.sending = self.exchange.sum_to_owners(
-                flat, unit.total, bounds=unit.bounds, givers=self._in_group(self._active)
-            )  # fmt: skip
+            unit.sending = self.exchange.sum_to_owners(flat, unit.total, bounds=unit.bounds, givers=givers)
             unit.leaving, unit.gradients = unit.gradients, None
             self._travelling.append(unit)
         unit.is_sent = True
         self._sent += 1  # only now: if memory ran out above, nothing was sent
 
 
-def units_of(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[int]]:
-    """The parameters of each unit, by their places: as many as a bucket holds, in the order of backward."""
-    return [[index for index, _ in members] for members in buckets_of(parameters, bucket_bytes)]
+def units_of(
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, tensors: TensorPlaces | None = None
+) -> list[list[int]]:
+    """The parameters of each unit, by their places: as many as a bucket holds, in the order of backward.
+
+    The parameters of a unit are parts of a divided model at the same place, or no such parts.
+    """
+    if tensors is None:
+        return [[index for index, _ in members] for members in buckets_of(parameters, bucket_bytes)]
+    found: list[list[int]] = []
+    for place in dict.fromkeys(tensors.of_parameters):
+        those = [index for index, at in enumerate(tensors.of_parameters) if at == place]
+        buckets = buckets_of([parameters[index] for index in those], bucket_bytes)
+        found += [[those[number] for number, _ in members] for members in buckets]
+    return sorted(found, key=max, reverse=True)

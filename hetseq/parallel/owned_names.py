@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hetseq.parallel.base_parameters import base_parameters
+from hetseq.parallel.divided_model import DividedModel, TensorPart
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,22 @@ class OwnedNames:
     by_parameter: Mapping[torch.nn.Parameter, str]  # the trained ones first
     frozen: frozenset[str] = field(default_factory=frozenset)
     base: frozenset[str] = field(default_factory=frozenset)  # of the frozen ones, what no checkpoint holds
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)  # of a model that ranks divide, by the same names
 
     @property
     def trained(self) -> dict[torch.nn.Parameter, str]:
         """Those that get gradients."""
         return {one: name for one, name in self.by_parameter.items() if name not in self.frozen}
 
+    def saved_name(self, name: str) -> str:
+        """The name of a parameter in a checkpoint, which has whole tensors."""
+        return self.parts[name].name if name in self.parts else name
 
-def owned_names(model: torch.nn.Module, *, with_frozen: bool) -> OwnedNames:
-    """The parameters of this model that have owners, as `build_model` has left them."""
+
+def owned_names(model: torch.nn.Module, *, with_frozen: bool, divided: DividedModel | None = None) -> OwnedNames:
+    """The parameters of this model that have owners, as `build_model` has left them, or dividing it."""
+    if divided is not None:
+        return OwnedNames({one: name for name, one in divided.named.items()}, parts=divided.parts)
     named = [(name, one) for name, one in model.named_parameters()]
     trained = {one: name for name, one in named if one.requires_grad}
     if not with_frozen:

@@ -277,7 +277,7 @@ class OwnedParameters(OwnedUnits):
             layer.is_whole = False
             _allocate(unit.flat)
         transfer = self.exchange.gather(
-            unit.flat if is_taker else None, bounds=unit.bounds, takers=self._in_group(self._active), own=unit.own
+            unit.flat if is_taker else None, bounds=unit.bounds, takers=self._holders(unit, self._active), own=unit.own
         )
         (layer.gathers if is_taker else self._serving).append(transfer)
 
@@ -321,7 +321,7 @@ class OwnedParameters(OwnedUnits):
                     self._room(index).zero_()
         target = unit.total if self._rounds == 1 else self._spare_like(unit.total)
         unit.sending = self.exchange.sum_to_owners(
-            unit.gradients if is_giver else None, target, bounds=unit.bounds, givers=self._in_group(self._active)
+            unit.gradients if is_giver else None, target, bounds=unit.bounds, givers=self._givers(unit, self._active)
         )
         if target is not unit.total:
             self._partial[id(unit)] = target

@@ -17,6 +17,7 @@ from hetseq.checkpoint import Held as HeldTensor
 from hetseq.checkpoint import TensorSlice
 from hetseq.comm.group import Group
 from hetseq.errors import ConfigError, TaskError
+from hetseq.parallel.divided_model import TensorPart
 from hetseq.parallel.optimizer_trial import inner_optimizers, try_out, walk
 from hetseq.parallel.owned_names import OwnedNames
 from hetseq.parallel.owned_units import Fragment, OwnedUnits
@@ -39,6 +40,9 @@ class OwnedState:
         #: the parameters of each group, as the builder gave them
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._by_name = {name: parameter for parameter, name in names.items()}
+        self._by_saved: dict[str, list[str]] = {}  # the names of what a checkpoint has under one name
+        for name in self._by_name:
+            self._by_saved.setdefault(self.described.saved_name(name), []).append(name)
         self._places = {parameter: index for index, parameter in enumerate(names)}
         self.fragments: dict[str, Fragment] = {}  # by name of the parameter
         #: what this rank held by earlier cuts, until the state has moved
@@ -125,7 +129,7 @@ class OwnedState:
 
     def slices(self) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
         """What this rank owns, by the names of a checkpoint: live slices of parameters and moments, and the numbers.
-        Not the base, which no checkpoint holds.
+        Not the base, which no checkpoint holds, nor parts that are no slices of whole tensors (`whole_tensors`).
 
         State without a dimension, such as a counter of updates, is held by each rank that owns a part.
         """
@@ -134,15 +138,28 @@ class OwnedState:
         for name, one in self.fragments.items():
             if name in self.base or self.is_copy:
                 continue
-            tensors[f"model.{name}"] = _slice_of(one.owned.detach(), one)
+            part, saved = self.described.parts.get(name), self.described.saved_name(name)
+            self._add(tensors, f"model.{saved}", one.owned.detach(), one, part)
             for key, value in self.optimizer.state.get(one.owned, {}).items():
                 if not isinstance(value, torch.Tensor):
-                    numbers[f"optim.{name}.{key}"] = value
+                    numbers[f"optim.{saved}.{key}"] = value
                 elif self.is_divided(key, value, one.owned):
-                    tensors[f"optim.{name}.{key}"] = _slice_of(value.detach(), one)
+                    self._add(tensors, f"optim.{saved}.{key}", value.detach(), one, part)
                 else:
-                    tensors[f"optim.{name}.{key}"] = value.detach()
+                    tensors[f"optim.{saved}.{key}"] = value.detach()
         return tensors, numbers
+
+    def _add(
+        self, tensors: dict[str, HeldTensor], name: str, value: torch.Tensor, one: Fragment, part: TensorPart | None
+    ) -> None:
+        """Add the values of a fragment, as a slice of the tensor that a checkpoint has under a name."""
+        if part is None:
+            tensors[name] = _slice_of(value, one)
+        elif part.offset is not None:
+            begin, end = part.offset + one.begin, part.offset + one.end
+            earlier = tensors.get(name, [])
+            assert not isinstance(earlier, torch.Tensor)
+            tensors[name] = [*earlier, TensorSlice(value.reshape(-1), begin, end, part.shape)]
 
     def wanted(self, outline: Mapping[str, torch.Tensor]) -> dict[str, list[tuple[int, int]]]:
         """The elements of each tensor that this rank owns, by the shapes of a checkpoint; others it reads whole."""
@@ -150,34 +167,43 @@ class OwnedState:
         for full_name, like in outline.items():
             kind, _, rest = full_name.partition(".")
             name = rest if kind == "model" else rest.rpartition(".")[0] if kind == "optim" else ""
-            if name not in self._by_name or not self._by_name[name].numel():
+            names = [one for one in self._by_saved.get(name, ()) if self._by_name[one].numel()]
+            if not names:
                 continue
-            one, key = self.fragments.get(name), full_name.rpartition(".")[2] if kind == "optim" else ""
-            is_divided = self.is_divided(key, like, self._by_name[name])
-            if one is None:
+            parts = [self.described.parts.get(one) for one in names]
+            own = [(self.fragments[one], part) for one, part in zip(names, parts) if one in self.fragments]
+            key = full_name.rpartition(".")[2] if kind == "optim" else ""
+            whole = self._by_name[names[0]] if parts[0] is None else torch.empty(parts[0].shape, device="meta")
+            if not own:
                 found[full_name] = []
-            elif is_divided:
-                found[full_name] = [(one.begin, one.end)]
+            elif self.is_divided(key, like, whole) and all(part is None or part.offset is not None for part in parts):
+                starts = [0 if part is None or part.offset is None else part.offset for _, part in own]
+                found[full_name] = [(start + one.begin, start + one.end) for start, (one, _) in zip(starts, own)]
         return found
 
     def load_parameter_(self, name: str, value: torch.Tensor | Sequence[TensorSlice]) -> None:
         """Take what this rank owns of a parameter, from a whole tensor or from exactly its slice."""
         fragment = self.fragments[name]
-        fragment.owned.data.copy_(_part_of(value, fragment))
+        values = _part_of(value, fragment, self.described.parts.get(name))
+        fragment.owned.data.copy_(values)
 
     def load_(self, full_name: str, value: Any) -> None:
         """Take what this rank owns of the state that `optim.<fqn>.<key>` names, of a tensor or a number."""
-        name, _, key = full_name.removeprefix("optim.").rpartition(".")
-        fragment = self.fragments.get(name)
-        if fragment is None:
-            return
+        saved, _, key = full_name.removeprefix("optim.").rpartition(".")
+        for name in self._by_saved.get(saved, ()):
+            if name in self.fragments:
+                self._load_own(self.fragments[name], self.described.parts.get(name), key, value)
+
+    def _load_own(self, fragment: Fragment, part: TensorPart | None, key: str, value: Any) -> None:
         is_slices = not isinstance(value, torch.Tensor) and isinstance(value, (list, tuple))
-        if is_slices or self.is_divided(key, value, fragment.parameter):
-            value = _part_of(value, fragment)
+        whole = fragment.parameter if part is None else torch.empty(part.shape, device="meta")
+        if is_slices or self.is_divided(key, value, whole):
+            value = _part_of(value, fragment, part)
             value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
         elif isinstance(value, torch.Tensor):
             is_fused = bool(self.group_of()[fragment.parameter].get("fused"))
             value = value.to(fragment.owned.device) if value.dim() or is_fused else value
+            value = value if part is None else value.clone()  # each part counts for itself
         self.optimizer.state[fragment.owned][key] = value
 
     def is_divided(self, key: str, value: Any, like: torch.Tensor) -> bool:
@@ -248,13 +274,14 @@ def _slice_of(value: torch.Tensor, fragment: Fragment) -> HeldTensor:
     return [TensorSlice(value, fragment.begin, fragment.end, whole)]
 
 
-def _part_of(value: torch.Tensor | Sequence[TensorSlice], fragment: Fragment) -> torch.Tensor:
+def _part_of(value: torch.Tensor | Sequence[TensorSlice], fragment: Fragment, part: TensorPart | None) -> torch.Tensor:
     """The elements of a fragment, in its shape, from a whole tensor or from its own slice of one."""
     if isinstance(value, torch.Tensor):
-        flat = value.reshape(-1)[fragment.begin : fragment.end]
+        flat = (value if part is None else part.of(value)).reshape(-1)[fragment.begin : fragment.end]
     else:
-        (one,) = value
-        assert (one.begin, one.end) == (fragment.begin, fragment.end)
+        start = 0 if part is None or part.offset is None else part.offset
+        (one,) = (one for one in value if one.begin == start + fragment.begin)
+        assert one.end == start + fragment.end
         flat = one.tensor
     return flat.view(fragment.owned.shape)
 

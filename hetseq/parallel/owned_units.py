@@ -36,6 +36,28 @@ _ALIKE = 0.8  # of the elements of a unit: another one of so many uses the same 
 
 
 @dataclass(frozen=True)
+class TensorPlaces:
+    """Who holds which parts of a model that ranks divide (`divided_model`).
+
+    `of_ranks` are the places whose parts each rank holds, (ranks,); `of_parameters` the place of each parameter,
+    (parameters,), None where every rank has it whole. Of the ranks that compute the same rows, the one in `leaders`
+    gives the gradients of what all of them have whole.
+    """
+
+    of_ranks: tuple[tuple[int, ...], ...]
+    of_parameters: tuple[int | None, ...]
+    leaders: frozenset[int]
+
+    def holders(self, place: int | None) -> list[int]:
+        """The ranks that hold the parts at a place."""
+        return [rank for rank, places in enumerate(self.of_ranks) if place is None or place in places]
+
+    def givers(self, place: int | None) -> frozenset[int]:
+        """The ranks whose gradients of parameters at a place are added up."""
+        return self.leaders if place is None else frozenset(self.holders(place))
+
+
+@dataclass(frozen=True)
 class Division:
     """How ranks divide what has owners, and where this rank keeps its part.
 
@@ -43,6 +65,7 @@ class Division:
     owner. Of this rank's own elements at most `device_elements` are on its device and the others, in whole units, in
     host memory; None: all are on the device. Each of the `groups` of ranks holds everything once, and each rank is in
     one of them; none: all ranks are one group. `hosts` has a number for the host of each rank; none: all are on one.
+    `tensors` says who holds which parts of a model that ranks divide.
     """
 
     fractions: tuple[float, ...]
@@ -50,6 +73,7 @@ class Division:
     device_elements: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[int, ...] = ()
+    tensors: TensorPlaces | None = None
 
     @property
     def of_groups(self) -> tuple[tuple[float, ...], ...]:
@@ -58,6 +82,10 @@ class Division:
             tuple(one if rank in group else 0.0 for rank, one in enumerate(self.fractions))
             for group in self.groups or (range(len(self.fractions)),)
         )
+
+    def place_of(self, index: int) -> int | None:
+        """The place of a parameter among the parts of a divided model; None if all ranks have it whole."""
+        return None if self.tensors is None else self.tensors.of_parameters[index]
 
     def number_of(self, rank: int) -> int:
         """The number of the group that a rank is in."""
@@ -84,6 +112,7 @@ class Unit:
     flat: torch.Tensor  # (elements,): all parameters, of other owners as copies
     is_frozen: bool = False  # there are no gradients of it
     is_base: bool = False  # frozen, and built by each rank from files of its own
+    place: int | None = None  # of its parameters among the parts of a divided model
     bounds: tuple[int, ...] = ()  # of this rank's group
     cuts: tuple[tuple[int, ...], ...] = ()  # the bounds of all groups
     own: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (own elements,): what this rank owns
@@ -118,7 +147,9 @@ class OwnedUnits:
     ) -> None:
         """Move the parameters into memory of their units. Collective."""
         self.parameters, self.rank, self._group, self._dtype = list(parameters), group.rank, group, dtype
-        self.exchange: SliceExchange = group.slices(self.parameters[0].device)
+        #: the device that this rank computes on
+        self.device = next(one.device for one in self.parameters if not one.is_meta)
+        self.exchange: SliceExchange = group.slices(self.device)
         self.trained = len(self.parameters) if trained is None else trained
         #: (trained parameters,): whether a gradient arrived on this rank in this step
         self.used: npt.NDArray[np.bool_] = np.zeros(self.trained, np.bool_)
@@ -134,6 +165,7 @@ class OwnedUnits:
         for place, (indices, bounds, stays) in enumerate(zip(groups, self.ownership.bounds, stay, strict=True)):
             unit = self._make_unit(list(indices))
             unit.is_on_host, unit.cuts = not stays, tuple(one.bounds[place] for one in self.ownerships)
+            unit.place = division.place_of(indices[0])
             self._units.append(unit)
             self._divide(unit, bounds)
         summed = [unit for unit in self._units if not unit.is_frozen]
@@ -363,8 +395,17 @@ class OwnedUnits:
     def _summed(self, unit: Unit) -> None:
         """The sums of a unit have reached this rank."""
 
-    def _in_group(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if rank in self._near)
+    def _holders(self, unit: Unit, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The ranks among these that are in the group of this one, and have a use for the parameters of a unit."""
+        tensors = self.division.tensors
+        kept = None if tensors is None else tensors.holders(unit.place)
+        return tuple(rank for rank in ranks if rank in self._near and (kept is None or rank in kept))
+
+    def _givers(self, unit: Unit, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The ranks among these that are in the group of this one, and whose gradients of a unit are added up."""
+        tensors = self.division.tensors
+        kept = None if tensors is None else tensors.givers(unit.place)
+        return tuple(rank for rank in ranks if rank in self._near and (kept is None or rank in kept))
 
     def _sum_across_groups(self) -> None:
         """Add up the sums of all groups. Collective. Raises PeerLostError."""
@@ -407,7 +448,33 @@ def ownerships_of(
         )
         for unit in units
     ]  # fmt: skip
-    return [cut(sizes, fractions) for fractions in division.of_groups]
+    if division.tensors is None:
+        return [cut(sizes, fractions) for fractions in division.of_groups]
+    places = [division.place_of(indices[0]) for indices in groups]
+    ranks = division.groups or [range(len(division.fractions))]
+    return [
+        _cut_by_place(sizes, places, fractions, group, division.tensors)
+        for fractions, group in zip(division.of_groups, ranks, strict=True)
+    ]
+
+
+def _cut_by_place(
+    sizes: Sequence[UnitSizes],
+    places: Sequence[int | None],
+    fractions: Sequence[float],
+    group: Sequence[int],
+    tensors: TensorPlaces,
+) -> Ownership:
+    """The cuts of one group of ranks, in which a part of a divided model belongs to ranks that compute with it."""
+    bounds: dict[int, tuple[int, ...]] = {}
+    for place in dict.fromkeys(places):
+        holders = [rank for rank in tensors.holders(place) if rank in group]
+        weights = [one if rank in holders else 0.0 for rank, one in enumerate(fractions)]
+        if not any(weights):  # they own as little as they can
+            weights = [float(rank in holders) for rank in range(len(fractions))]
+        those = [number for number, at in enumerate(places) if at == place]
+        bounds.update(zip(those, cut([sizes[number] for number in those], weights).bounds))
+    return Ownership(tuple(bounds[number] for number in range(len(sizes))))
 
 
 def that_stay(elements: Sequence[int], most: int | None) -> list[bool]:

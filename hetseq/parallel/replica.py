@@ -23,12 +23,14 @@ from hetseq.comm.group import Group, RowTransport
 from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.divided_model import DividedModel
 from hetseq.parallel.gradient_sync import GradientSync
 from hetseq.parallel.owned_names import is_dense
 from hetseq.parallel.owned_parameters import Fill, OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.owned_units import OwnedUnits
 from hetseq.parallel.task_state import TaskState
+from hetseq.parallel.whole_tensors import assembled
 from hetseq.system import device_memory as memory
 
 
@@ -43,14 +45,17 @@ class Replica:
         buffers: BufferKeeper,
         task_state: TaskState,
         owned: OwnedState | None = None,
+        divided: DividedModel | None = None,
     ) -> None:
-        """`owned` is what this rank owns of the optimizer's state; None: it has all of it."""
+        """`owned` is what this rank owns of the optimizer's state; None: it has all of it. `divided`: the parts of a
+        model that several ranks hold together; None: this rank has the model alone."""
         self.model = model
         self.optimizer = optimizer
         self.reducer = reducer
         self.buffers = buffers
         self.task_state = task_state
         self.owned = owned
+        self.divided = divided
         self._is_first_update = True
         self._groups: list[dict[str, Any]] = []  # of the optimizer, by parameter
         trained = {one: name for name, one in trained_parameters(model)} if owned is None else owned.trained
@@ -111,7 +116,7 @@ class Replica:
         Running out of memory here cannot be undone: some parameters may have changed already.
         """
         if self._is_first_update:
-            memory.release(next(iter(self._names)).device)
+            memory.release(next(one.device for one in self._names if not one.is_meta))
             self._is_first_update = False
         if self.owned is None:
             self.optimizer.step()
@@ -144,15 +149,18 @@ class Replica:
         """`model_tensors` of this replica's model."""
         return model_tensors(self.model)
 
-    def held_tensors(self) -> tuple[dict[str, Held], dict[str, Any]]:
+    def held_tensors(self, group: Group) -> tuple[dict[str, Held], dict[str, Any]]:
         """What this rank gives to a checkpoint: live tensors of model and optimizer by name, and the numbers.
 
-        Of what has an owner, only the slices that this rank owns.
+        Of what has an owner, only the slices that this rank owns. Collective where ranks divide the model.
         """
         if self.owned is None:
             tensors, numbers = self.optimizer_tensors()
             return {**self.model_tensors(), **tensors}, numbers
         slices, numbers = self.owned.slices()
+        if self.divided is not None:
+            assert isinstance(self.reducer, OwnedUnits)
+            slices |= assembled(self.owned, self.reducer, group)
         return {**self.common_model_tensors(), **slices}, numbers
 
     def all_numbers(self, numbers: dict[str, Any], group: RowTransport) -> dict[str, Any]:
@@ -169,8 +177,26 @@ class Replica:
         live = self.model_tensors()
         if self.owned is None:
             return live
-        divided = {f"model.{name}" for one, name in self.owned.names.items() if one.numel()}
-        return {name: tensor for name, tensor in live.items() if name not in divided}
+        owned = self._owned_keys()
+        return {name: tensor for name, tensor in live.items() if name not in owned}
+
+    def _owned_keys(self) -> set[str]:
+        """The names in `model_tensors` of what has owners, and has any element."""
+        owned = self._names if self.owned is None else self.owned.names
+        return {f"model.{name}" for name, one in self.model.named_parameters() if one in owned and one.numel()}
+
+    def outline(self) -> dict[str, torch.Tensor]:
+        """Tensors with the names, shapes and types of `model_tensors`, of the whole model where ranks divide it."""
+        live = self.model_tensors()
+        if self.divided is None:
+            return live
+        whole = {f"model.{name}": like for name, like in self.divided.whole.items()}
+        return {**self.common_model_tensors(), **self.undivided_tensors(), **whole}
+
+    def undivided_tensors(self) -> dict[str, torch.Tensor]:
+        """The trained parameters that every rank has whole, by the names of `model_tensors`, live."""
+        parts = {} if self.divided is None else self.divided.parts
+        return {f"model.{name}": one.detach() for one, name in self._names.items() if name not in parts}
 
     def common_optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The optimizer's state, as `optimizer_tensors`, that is not divided among owners."""
@@ -225,8 +251,7 @@ class Replica:
 
     def changed_by_forward(self) -> set[str]:
         """The names in `model_tensors` that forward may change: buffers, and untrained parameters without owners."""
-        owned = self._names if self.owned is None else self.owned.names
-        return self.model_tensors().keys() - {f"model.{name}" for name in owned.values()}
+        return self.model_tensors().keys() - self._owned_keys()
 
     def frozen_tensors(self) -> dict[str, torch.Tensor]:
         """The parameters that are not trained and have no owners, by the names of `model_tensors`, live."""
@@ -244,7 +269,7 @@ class Replica:
 
     def outlines(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Shapes and types of what was loaded; slices were read only of a checkpoint that fits (`wanted`)."""
-        live = self.model_tensors() if self.owned is not None else {}
+        live = self.outline() if self.owned is not None else {}
         return {
             name: held if isinstance(held, torch.Tensor) else live.get(name, torch.empty(0, device="meta"))
             for name, held in tensors.items()
@@ -256,7 +281,7 @@ class Replica:
 
     def check(self, tensors: Mapping[str, torch.Tensor], optimizer_names: Iterable[str]) -> None:
         """Raise CheckpointMismatch where `load_model` or `load_optimizer` would; only shapes and dtypes are read."""
-        check_fit(self.model_tensors(), tensors)
+        check_fit(self.outline(), tensors)
         for name in optimizer_names:
             self._place_of(name)
 
@@ -278,7 +303,7 @@ class Replica:
                 if not _is_same_memory(live, tensors[name]):
                     live.copy_(tensors[name])
             for name in self.owned.fragments.keys() - self.owned.base:
-                self.owned.load_parameter_(name, tensors[f"model.{name}"])
+                self.owned.load_parameter_(name, tensors[f"model.{self.owned.described.saved_name(name)}"])
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Give the optimizer its saved state. It takes over the tensors, which are copied only where necessary."""
@@ -305,6 +330,7 @@ class Replica:
     def _place_of(self, full_name: str) -> tuple[torch.nn.Parameter, str]:
         """The parameter and the state key that `optim.<fqn>.<state>` names. Raises CheckpointMismatch."""
         name, _, key = full_name.removeprefix("optim.").rpartition(".")
+        name = name if self.divided is None else self.divided.first_names.get(name, name)
         if name not in self._by_name:
             raise CheckpointMismatch(f"the checkpoint has optimizer state of {name}, which the model does not train")
         return self._by_name[name], key
@@ -390,6 +416,8 @@ def begin_alike_(replica: Replica, group: Group) -> None:
     if not replica.has_parameters:
         assert replica.owned is not None
         kept |= {id(parameter) for parameter in replica.owned.names}
+    if replica.divided is not None:
+        kept |= _begin_parts_alike_(replica.divided, replica.reducer, group)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) in kept:
@@ -397,6 +425,22 @@ def begin_alike_(replica: Replica, group: Group) -> None:
             carrier = tensor.detach().cpu().contiguous()
             send_tensor(group, carrier, source=0)
             tensor.copy_(carrier)
+
+
+@torch.no_grad()
+def _begin_parts_alike_(divided: DividedModel, reducer: GradientSync, group: Group) -> set[int]:
+    """Give all ranks that hold a part the numbers of the first one; the `id` of the parts that this rank holds."""
+    assert isinstance(reducer, OwnedUnits)
+    assert reducer.division.tensors is not None
+    for name, part in divided.parts.items():
+        parameter = divided.named[name]
+        carrier = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if not parameter.is_meta:
+            carrier.copy_(parameter)
+        send_tensor(group, carrier, source=reducer.division.tensors.holders(part.place)[0])
+        if not parameter.is_meta:
+            parameter.copy_(carrier)
+    return {id(divided.named[name]) for name in divided.parts}
 
 
 def batch_norms(model: torch.nn.Module) -> set[str]:

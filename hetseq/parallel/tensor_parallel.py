@@ -1,8 +1,8 @@
 """Tensor parallelism: the ranks of a group of equal devices hold one model together, each a part of every large layer.
 
-Responsible for the plan (which module is divided how), for refusing what does not divide, and for applying a plan with
-torch's `parallelize_module`. All ranks of the group compute the same rows. Parameters of divided modules are DTensors;
-the others stay whole, with equal gradients on all ranks.
+Responsible for the plan (which module is divided how), for refusing what does not divide, and for dividing a model
+whose parameters torch's FSDP takes: in divided modules they are DTensors. The others stay whole, with equal gradients
+on all ranks, which compute the same rows. In the engine `divided_model` divides a model.
 
 A plan comes from the caller or a method `tensor_plan()` of the model; else transformers ships one for most of its
 models, and the one for GPT-2 is here. It uses the words of transformers: `colwise` divides the outputs of a linear
@@ -18,15 +18,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hetseq.errors import ConfigError, DisagreementError, few
 from hetseq.parallel.checksums import checksums
 from hetseq.parallel.tensor_randomness import separate_randomness_
-from hetseq.parallel.tensor_styles import ColumnsOfConv1D, RowsOfConv1D, SummedGradient, VocabularyRows, sum_over_ranks
+from hetseq.parallel.tensor_ranks import TensorRanks
+from hetseq.parallel.tensor_styles import (
+    Columns,
+    ColumnsOfConv1D,
+    Cut,
+    Rows,
+    RowsOfConv1D,
+    Style,
+    SummedGradient,
+    VocabularyRows,
+)
 
-Plan = dict[str, ParallelStyle]
+Plan = dict[str, Style]
 
 #: the plans of models for which transformers has none, by `model_type`: for modules of the base model
 _OWN_PLANS: Mapping[str, Mapping[str, str]] = {
@@ -46,6 +57,13 @@ _NUMBERS_OF_HEADS = (
     "num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads", "n_kv_heads",
     "split_size", "all_head_size",
 )  # fmt: skip
+_OF_LINEAR: Mapping[str, Style] = {
+    "colwise": Columns(), "colwise_gather_output": Columns(gathers=True), "rowwise": Rows(),
+    "rowwise_split_input": Rows(splits=True),
+}  # fmt: skip
+_OF_CONV1D: Mapping[str, Style] = {
+    "colwise": ColumnsOfConv1D(), "fused": ColumnsOfConv1D(blocks=3), "rowwise": RowsOfConv1D(),
+}  # fmt: skip
 _KEY_OR_VALUE = re.compile(r"(^|_)(k|v|key|value)(_|$)")
 
 
@@ -93,21 +111,20 @@ def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding):
             _check_divides(name, "a vocabulary", module.num_embeddings, "words", degree)
-        elif _divides_outputs(style):
-            parts = style.parts if isinstance(style, ColumnsOfConv1D) else 1
-            outputs = _outputs(module) // parts
+        elif isinstance(style, (Columns, ColumnsOfConv1D)):
+            outputs = _outputs(module) // (style.blocks if isinstance(style, ColumnsOfConv1D) else 1)
             if name.rpartition(".")[2] in ("lm_head", "embed_out"):
                 _check_divides(name, "a vocabulary", outputs, "words", degree)
             around = model.get_submodule(name.rpartition(".")[0])
             width = getattr(around, "head_dim", None)
-            if _is_left_divided(style) and isinstance(width, int) and width > 0 and outputs % width == 0:
+            if style.gives_divided and isinstance(width, int) and width > 0 and outputs % width == 0:
                 kind = "key-value" if _KEY_OR_VALUE.search(name.rpartition(".")[2]) else "attention"
                 _check_divides(name, f"{outputs // width} {kind} heads", outputs // width, "", degree)
-            for attribute in _numbers_of_heads(around) if _is_left_divided(style) else ():
+            for attribute in _numbers_of_heads(around) if style.gives_divided else ():
                 number = getattr(around, attribute)
                 _check_divides(name, f"{attribute} {number} around it", number, "", degree)
             _check_divides(name, "a width", outputs, "outputs", degree)
-        elif _divides_inputs(style):
+        elif isinstance(style, (Rows, RowsOfConv1D)):
             _check_divides(name, "a width", _inputs(module), "inputs", degree)
 
 
@@ -126,19 +143,70 @@ def tensor_parallel_(model: nn.Module, mesh: DeviceMesh, *, seed: int, plan: Pla
     plan = plan_of(model) if plan is None else plan
     check_plan(model, plan, mesh.size())
     _check_same_model(model, mesh)
-    ties = _ties(model)
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    ranks, ties = MeshRanks(mesh), _ties(model)
+    for name, style in plan.items():
+        _divide_parameters_(model.get_submodule(name), mesh, style.cuts)
     for places in ties:
         _tie_again_(model, places)
-    for around in {name.rpartition(".")[0] for name, style in plan.items() if _is_left_divided(style)}:
+    compute_with_parts_(model, plan, ranks, seed=seed)
+    for name in plan:
+        _with_local_parameters_(model.get_submodule(name))
+
+
+class MeshRanks(TensorRanks):
+    """The ranks of a mesh of one dimension, for the life of torch's process group."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh.size(), mesh.get_local_rank())
+        self._mesh = mesh
+
+    def sum(self, part: Tensor) -> Tensor:
+        parts = DTensor.from_local(part, self._mesh, [Partial()], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local()
+
+
+def compute_with_parts_(model: nn.Module, plan: Plan, ranks: TensorRanks, *, seed: int) -> None:
+    """Let the modules of a plan, whose parameters have been divided, compute with this rank's parts."""
+    for name, style in plan.items():
+        style.divide_(model.get_submodule(name), ranks)
+    opening = [name for name, style in plan.items() if style.gives_divided]
+    for around in {name.rpartition(".")[0] for name in opening}:
         module = model.get_submodule(around)
         for attribute in _numbers_of_heads(module):
-            setattr(module, attribute, getattr(module, attribute) // mesh.size())
+            setattr(module, attribute, getattr(module, attribute) // ranks.size)
     separate_randomness_(
-        model, mesh, seed=seed,
-        opening=[name for name, style in plan.items() if _is_left_divided(style)],
-        closing=[name for name, style in plan.items() if _takes_divided(style)],
+        model, ranks.place, seed=seed, opening=opening,
+        closing=[name for name, style in plan.items() if style.takes_divided],
     )  # fmt: skip
+
+
+def _divide_parameters_(module: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut]) -> None:
+    """Replace parameters of a module, which are equal on all ranks, by DTensors of which each rank has its part."""
+    for name, one in cuts.items():
+        whole = getattr(module, name)
+        if whole is not None:
+            placement = Shard(one.dim) if one.blocks == 1 else _StridedShard(one.dim, split_factor=one.blocks)
+            divided = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(divided, requires_grad=whole.requires_grad))
+
+
+def _with_local_parameters_(module: nn.Module) -> None:
+    """Let a module's forward find the local tensors of its parameters."""
+    forward = module.forward
+
+    def on_parts(*args: Any, **kwargs: Any) -> Any:
+        # torch's FSDP keeps them as plain attributes while it has gathered them
+        homes: list[dict[str, Any]] = [module._parameters, module.__dict__]
+        held = [(home, name, one) for home in homes for name, one in home.items() if isinstance(one, DTensor)]
+        for home, name, parameter in held:
+            home[name] = parameter.to_local()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for home, name, parameter in held:
+                home[name] = parameter
+
+    module.forward = on_parts
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -157,7 +225,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             whole.append(_square(gradient.to_local() if isinstance(gradient, DTensor) else gradient))
     squares = [torch.stack(whole).sum()] if whole else []
     if mesh is not None:
-        squares.append(sum_over_ranks(torch.stack(divided).sum(), mesh))
+        squares.append(MeshRanks(mesh).sum(torch.stack(divided).sum()))
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
 
@@ -191,29 +259,30 @@ def _has_parameter(model: nn.Module, pattern: str) -> bool:
     return any(_fits(pattern, name) for name, _ in model.named_parameters())
 
 
-def _style(name: str, module: nn.Module, word: str | ParallelStyle, source: str) -> ParallelStyle | None:
+def _style(name: str, module: nn.Module, word: str | ParallelStyle, source: str) -> Style | None:
     """The style for one module; None if it stays whole."""
     kind = type(module).__name__
     if isinstance(word, ParallelStyle):
-        if not isinstance(word, (ColwiseParallel, RowwiseParallel)) or not isinstance(module, nn.Linear):
+        style = _style_of_torch(word) if isinstance(module, nn.Linear) else None
+        if style is None:
             raise ConfigError(
                 f"{source} gives {name}, a {kind}, the style {type(word).__name__}: of torch's styles HetSeq takes"
                 f" ColwiseParallel and RowwiseParallel of a Linear; else use one of the words {', '.join(_WORDS)}"
             )
-        return word
+        return style
     word = _OLD_WORDS.get(word, word)
     if word in _WHOLE:
         return None
     if word == "replicated_with_grad_allreduce":
         return SummedGradient()
-    style: ParallelStyle | None = None
+    style = None
     if isinstance(module, nn.Embedding) and word == "embedding_rowwise":
         _check_embedding(name, module)
         style = VocabularyRows()
-    elif isinstance(module, nn.Linear) and word in _WORDS and not any(True for _ in module.children()):
-        style = _style_of_linear(word)
+    elif isinstance(module, nn.Linear) and not any(True for _ in module.children()):
+        style = _OF_LINEAR.get(word)
     elif _is_conv1d(module):
-        style = _style_of_conv1d(word)
+        style = _OF_CONV1D.get(word)
     if style is None:
         raise ConfigError(
             f"{source} gives {name}, a {kind}, the word {word!r}, which HetSeq cannot divide exactly: expected a Linear"
@@ -222,18 +291,13 @@ def _style(name: str, module: nn.Module, word: str | ParallelStyle, source: str)
     return style
 
 
-def _style_of_linear(word: str) -> ParallelStyle | None:
-    if word.startswith("colwise"):
-        return ColwiseParallel(output_layouts=Replicate() if word == "colwise_gather_output" else Shard(-1))
-    if word.startswith("rowwise"):
-        return RowwiseParallel(input_layouts=Replicate() if word == "rowwise_split_input" else Shard(-1))
+def _style_of_torch(style: ParallelStyle) -> Style | None:
+    """The style that does what one of torch does, of a Linear that is given and gives plain tensors."""
+    if isinstance(style, ColwiseParallel):
+        return Columns(gathers=style.output_layouts[0].is_replicate())
+    if isinstance(style, RowwiseParallel):
+        return Rows(splits=style.input_layouts[0].is_replicate())
     return None
-
-
-def _style_of_conv1d(word: str) -> ParallelStyle | None:
-    if word in ("colwise", "fused"):
-        return ColumnsOfConv1D(parts=3 if word == "fused" else 1)
-    return RowsOfConv1D() if word == "rowwise" else None
 
 
 def _check_embedding(name: str, module: nn.Embedding) -> None:
@@ -266,28 +330,6 @@ def _inputs(module: nn.Module) -> int:
     return int(module.nx if _is_conv1d(module) else module.in_features)  # type: ignore[arg-type]
 
 
-def _divides_outputs(style: ParallelStyle) -> bool:
-    return isinstance(style, (ColwiseParallel, ColumnsOfConv1D))
-
-
-def _divides_inputs(style: ParallelStyle) -> bool:
-    return isinstance(style, (RowwiseParallel, RowsOfConv1D))
-
-
-def _is_left_divided(style: ParallelStyle) -> bool:
-    """Whether a module's result stays divided, so that what follows sees a part of it."""
-    if not isinstance(style, (ColwiseParallel, ColumnsOfConv1D)):
-        return False
-    return not style.output_layouts[0].is_replicate()
-
-
-def _takes_divided(style: ParallelStyle) -> bool:
-    """Whether a module expects that what it is given is divided."""
-    if not isinstance(style, (RowwiseParallel, RowsOfConv1D)):
-        return False
-    return not style.input_layouts[0].is_replicate()
-
-
 def _numbers_of_heads(module: nn.Module) -> list[str]:
     return [one for one in _NUMBERS_OF_HEADS if isinstance(getattr(module, one, None), int)]
 
@@ -313,7 +355,7 @@ def _divide_ties_alike_(model: nn.Module, plan: Plan) -> None:
                 _check_embedding(name, module)
                 plan[name] = VocabularyRows()
             elif isinstance(module, nn.Linear):
-                plan[name] = ColwiseParallel(output_layouts=Replicate())
+                plan[name] = Columns(gathers=True)
         found = {name: _rows(plan.get(name), own) for name, own in places} if divided else {}
         if len(set(found.values())) > 1 or None in found.values():
             raise ConfigError(
@@ -322,13 +364,12 @@ def _divide_ties_alike_(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _rows(style: ParallelStyle | None, parameter: str) -> str | None:
+def _rows(style: Style | None, parameter: str) -> str | None:
     """Along which dimension a style divides a parameter, in a word; None if it is not known to."""
-    if isinstance(style, (VocabularyRows, ColwiseParallel)):
-        return "first"
-    if isinstance(style, RowwiseParallel):
-        return "last" if parameter == "weight" else "whole"
-    return None
+    if not isinstance(style, (Columns, Rows, VocabularyRows)):
+        return None
+    one = style.cuts.get(parameter)
+    return "whole" if one is None else "last" if one.dim else "first"
 
 
 def _tie_again_(model: nn.Module, places: list[tuple[str, str]]) -> None:

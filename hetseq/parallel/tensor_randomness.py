@@ -13,20 +13,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hetseq.data.plan import derive_seed
 
 
 def separate_randomness_(
-    model: nn.Module, mesh: DeviceMesh, *, seed: int, opening: Sequence[str], closing: Sequence[str]
+    model: nn.Module, place: int, *, seed: int, opening: Sequence[str], closing: Sequence[str]
 ) -> None:
     """Give this rank random numbers of its own from each module of `opening` to the next of `closing`, in training.
 
-    `opening` are the names of modules with divided outputs, `closing` of those with divided inputs. Call it before
-    activation checkpointing.
+    `place` is its number among the ranks that divide the model, `opening` are the names of modules with divided
+    outputs, `closing` of those with divided inputs. Call it before activation checkpointing.
     """
-    region = _Region(derive_seed(seed, mesh.get_local_rank()), mesh.device_type)
+    region = _Region(derive_seed(seed, place))
     modules = dict(model.named_modules())
     for name in opening:
         modules[name].register_forward_hook(region.enter)
@@ -40,8 +39,8 @@ def separate_randomness_(
 class _Region:
     """The switch between the common random numbers and this rank's own."""
 
-    def __init__(self, seed: int, device_type: str) -> None:
-        self._seed, self._is_on_gpu = seed, device_type == "cuda"
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._common: list[torch.Tensor] | None = None  # states of the generators outside; None: we are outside
 
     def enter(self, module: nn.Module, *_: Any) -> None:
@@ -60,7 +59,7 @@ class _Region:
             self._common = None
 
     def _generators(self) -> list[torch.Generator]:
-        here = [torch.cuda.default_generators[torch.cuda.current_device()]] if self._is_on_gpu else []
+        here = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
         return [torch.default_generator, *here]
 
 

@@ -1,148 +1,172 @@
-"""Tensor parallelism of single modules that torch does not divide, or not exactly: styles for `parallelize_module`.
+"""How single layers are divided among ranks, and how a layer computes with its part.
 
-Responsible for embeddings cut by vocabulary, the transposed linear layers (Conv1D) of GPT-2, and small parameters in
-the middle of divided layers. Each style keeps parameters as DTensors, whose whole tensors are equal to the tensors of
-the undivided model, and computes on local tensors. Communication is DTensor's: a sum in forward or in backward.
+Responsible for the styles of a plan (`tensor_parallel.plan_of`) and for the forward of a divided layer, which finds
+local tensors as its parameters. Refuses to decide how a part is kept: as a parameter of its own in the engine
+(`divided_model`), as a DTensor beside torch's FSDP (`tensor_parallel`). Ranks communicate through `TensorRanks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from hetseq.parallel.tensor_ranks import TensorRanks, gathered, split, sum_over_ranks, summed_in_backward
 
 
-class VocabularyRows(ParallelStyle):
-    """An embedding whose rows are divided: each rank looks up its own words, and the ranks' results are added.
+@dataclass(frozen=True)
+class Cut:
+    """A parameter is cut along `dim`, where it first consists of `blocks`, each of which is cut by itself."""
 
-    It runs the embedding's own forward on local rows, so subclasses that scale their result keep doing so. The padding
-    row has no gradient on the rank that has it, as without tensor parallelism.
+    dim: int
+    blocks: int = 1
+
+
+class Style(Protocol):
+    """How one module is divided."""
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """The parameters of the module that are divided, by their names in it; others stay whole."""
+        ...
+
+    @property
+    def gives_divided(self) -> bool:
+        """Whether the module's result stays divided, so that what follows sees a part of it."""
+        ...
+
+    @property
+    def takes_divided(self) -> bool:
+        """Whether the module expects that what it is given is divided."""
+        ...
+
+    def divide_(self, module: Any, ranks: TensorRanks) -> None:
+        """Let the module compute with the parts of its parameters that this rank has."""
+        ...
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The outputs of a Linear are divided; with `gathers` its result is whole again."""
+
+    gathers: bool = False
+    cuts: ClassVar = {"weight": Cut(0), "bias": Cut(0)}
+    takes_divided: ClassVar = False
+
+    @property
+    def gives_divided(self) -> bool:
+        return not self.gathers
+
+    def divide_(self, module: Any, ranks: TensorRanks) -> None:
+        whole_forward = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            found: Tensor = whole_forward(summed_in_backward(x, ranks))
+            return gathered(found, ranks) if self.gathers else found
+
+        module.out_features //= ranks.size
+        module.forward = forward
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The inputs of a Linear are divided: already by what comes before, or here if it `splits`."""
+
+    splits: bool = False
+    cuts: ClassVar = {"weight": Cut(1)}
+    gives_divided: ClassVar = False
+
+    @property
+    def takes_divided(self) -> bool:
+        return not self.splits
+
+    def divide_(self, module: Any, ranks: TensorRanks) -> None:
+        def forward(x: Tensor) -> Tensor:
+            part = nn.functional.linear(split(x, ranks) if self.splits else x, module.weight)
+            found = sum_over_ranks(part, ranks)
+            return found if module.bias is None else found + module.bias
+
+        module.in_features //= ranks.size
+        module.forward = forward
+
+
+@dataclass(frozen=True)
+class ColumnsOfConv1D:
+    """The outputs of a Conv1D (weight: inputs, outputs) are divided.
+
+    `blocks` projections lie side by side in its outputs, such as 3 for query, key and value: each is divided by itself.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding), "the plan was checked"
-        rows = module.num_embeddings // device_mesh.size()
-        begin = rows * device_mesh.get_local_rank()
-        _divide_(module, device_mesh, {"weight": Shard(0)})
-        padding = module.padding_idx
-        module.padding_idx = padding - begin if padding is not None and begin <= padding < begin + rows else None
+    blocks: int = 1
+    gives_divided: ClassVar = True
+    takes_divided: ClassVar = False
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        return {"weight": Cut(1, self.blocks), "bias": Cut(0, self.blocks)}
+
+    def divide_(self, module: Any, ranks: TensorRanks) -> None:
         whole_forward = module.forward
+        module.nf //= ranks.size
+        module.forward = lambda x: whole_forward(summed_in_backward(x, ranks))
+
+
+@dataclass(frozen=True)
+class RowsOfConv1D:
+    """The inputs of a Conv1D (weight: inputs, outputs) are divided, as the result of `ColumnsOfConv1D` is."""
+
+    cuts: ClassVar = {"weight": Cut(0)}
+    gives_divided: ClassVar = False
+    takes_divided: ClassVar = True
+
+    def divide_(self, module: Any, ranks: TensorRanks) -> None:
+        def forward(x: Tensor) -> Tensor:
+            product = sum_over_ranks(x.reshape(-1, x.size(-1)) @ module.weight, ranks)
+            return product.add(module.bias).view(*x.shape[:-1], -1)
+
+        module.forward = forward
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """The rows of an embedding are divided: each rank looks up its own words, and the ranks' results are added.
+
+    It runs the embedding's own forward on local rows, so subclasses that scale their result keep doing so. The padding
+    row has no gradient on the rank that has it, as in an embedding that is whole.
+    """
+
+    cuts: ClassVar = {"weight": Cut(0)}
+    gives_divided: ClassVar = False
+    takes_divided: ClassVar = False
+
+    def divide_(self, module: Any, ranks: TensorRanks) -> None:
+        rows, padding, whole_forward = module.num_embeddings // ranks.size, module.padding_idx, module.forward
+        begin = rows * ranks.place
+        module.padding_idx = padding - begin if padding is not None and begin <= padding < begin + rows else None
 
         def forward(words: Tensor) -> Tensor:
             local = words - begin  # any shape
             is_elsewhere = (local < 0) | (local >= rows)
-            with _local_parameters(module):
-                found = whole_forward(local.masked_fill(is_elsewhere, 0))
-            return sum_over_ranks(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), device_mesh)
+            found = whole_forward(local.masked_fill(is_elsewhere, 0))
+            return sum_over_ranks(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), ranks)
 
-        _replace_forward_(module, forward)
-        return module
+        module.forward = forward
 
 
-class ColumnsOfConv1D(ParallelStyle):
-    """A Conv1D (weight: inputs, outputs) whose outputs are divided.
-
-    `parts` projections lie side by side in its outputs, such as 3 for query, key and value: each is divided by itself.
-    """
-
-    output_layouts: tuple[Placement, ...] = (Shard(-1),)
-
-    def __init__(self, parts: int = 1) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def placement(self, dim: int) -> Placement:
-        """How the outputs are divided, which are dimension `dim` of a tensor."""
-        return Shard(dim) if self.parts == 1 else _StridedShard(dim, split_factor=self.parts)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide_(module, device_mesh, {"weight": self.placement(1), "bias": self.placement(0)})
-        module.nf //= device_mesh.size()  # type: ignore[operator, assignment]  # of transformers.pytorch_utils.Conv1D
-        whole_forward = module.forward
-
-        def forward(x: Tensor) -> Tensor:
-            with _local_parameters(module):
-                result: Tensor = whole_forward(_summed_in_backward(x, device_mesh))
-            return result
-
-        _replace_forward_(module, forward)
-        return module
-
-
-class RowsOfConv1D(ParallelStyle):
-    """A Conv1D (weight: inputs, outputs) whose inputs are divided, as the output of `ColumnsOfConv1D` is."""
-
-    input_layouts: tuple[Placement, ...] = (Shard(-1),)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide_(module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
-
-        def forward(x: Tensor) -> Tensor:
-            weight, bias = _local(module.weight), _local(module.bias)
-            product = x.reshape(-1, x.size(-1)) @ weight
-            return sum_over_ranks(product, device_mesh).add(bias).view(*x.shape[:-1], -1)
-
-        _replace_forward_(module, forward)
-        return module
-
-
-class SummedGradient(ParallelStyle):
+@dataclass(frozen=True)
+class SummedGradient:
     """A small module between divided ones, such as a norm of each head: whole on each rank, gradients are added.
 
     Each rank sees the gradient of its own heads only. It is added up in each backward, before it is accumulated.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    cuts: ClassVar = dict[str, Cut]()
+    gives_divided: ClassVar = False
+    takes_divided: ClassVar = False
+
+    def divide_(self, module: Any, ranks: TensorRanks) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: sum_over_ranks(gradient, device_mesh))
-        return module
-
-
-def _replace_forward_(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    module.forward = forward
-
-
-def _divide_(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    """Replace parameters of a module, which are equal on all ranks, by DTensors of which each rank has its part."""
-    for name, placement in placements.items():
-        whole = getattr(module, name)
-        divided = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(divided, requires_grad=whole.requires_grad))
-
-
-@contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Context in which a module's forward finds the local tensors of its parameters."""
-    # torch's FSDP keeps them as plain attributes while it has gathered them
-    homes: list[dict[str, Any]] = [module._parameters, module.__dict__]
-    held = [(home, name, one) for home in homes for name, one in home.items() if isinstance(one, DTensor)]
-    for home, name, parameter in held:
-        home[name] = _local(parameter)
-    try:
-        yield
-    finally:
-        for home, name, parameter in held:
-            home[name] = parameter
-
-
-def _local(parameter: Any) -> Tensor:
-    assert isinstance(parameter, DTensor), "divided before"
-    return parameter.to_local()
-
-
-def sum_over_ranks(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of a tensor over the ranks; in backward each rank gets the gradient of the sum."""
-    parts = DTensor.from_local(part, mesh, [Partial()], run_check=False)
-    return parts.redistribute(placements=[Replicate()]).to_local()
-
-
-def _summed_in_backward(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor itself, equal on all ranks; in backward the ranks' gradients are added."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+                parameter.register_hook(ranks.sum)

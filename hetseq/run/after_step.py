@@ -183,10 +183,10 @@ class AfterStep:
         leaving = [rank for rank, row in enumerate(outcome.rows) if row.wish & Wish.LEAVE]
         is_stopping = bool(outcome.wish & Wish.STOP) or any(map(controller.replica.is_owner, leaving))
         is_saved, is_over = self._follow_up(
-            controller, due, shares=result.plan.shares, is_stopping=is_stopping, ends_run=ends_run
+            controller, due, shares=result.counted_shares, is_stopping=is_stopping, ends_run=ends_run
         )  # fmt: skip
         if self._saver.is_keep_wanted(outcome, is_saved=is_saved) and not is_over:
-            controller.replica.buffers.synchronise_(result.plan.shares)
+            controller.replica.buffers.synchronise_(result.counted_shares)
             self._saver.keep(controller.state, nonce=outcome.nonce, rows=self._metrics.last_rows())
         if self.shadows is not None:
             self.shadows.after_step(controller, result, self._metrics.last_rows())
@@ -316,13 +316,12 @@ class AfterStep:
                 run.shadows = [] if self.shadows is None else self.shadows.told()
                 self._metrics.advise(run.advise(now_s), step=plan.step)
         self._status.write(
-            now_s, step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares, ranks=row.get("ranks")
+            now_s, step=plan.step, epoch=plan.epoch, state="train", shares=result.shares, ranks=row.get("ranks")
         )  # fmt: skip
 
     def _accounted(self, result: StepResult) -> dict[str, Any]:
         """Where the time of a step went, rank by rank, with the names of the ranks."""
-        shares = result.plan.shares
-        told = account(result.outcome.rows, shares=shares, work=result.work, seconds=result.seconds)
+        told = account(result.outcome.rows, shares=result.shares, work=result.work, seconds=result.seconds)
         return {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
 
     def _row(self, controller: Controller, result: StepResult) -> dict[str, Any]:
@@ -345,7 +344,7 @@ class AfterStep:
             "seconds": result.seconds,
             "generation": controller.group.generation,
             "world_size": controller.group.world_size,
-            "shares": list(plan.shares),
+            "shares": list(result.shares),
             "log": controller.task.numbers_of_run_log,  # which a loop still fills while the step's work is interrupted
         }
         if not is_applied:
@@ -354,7 +353,7 @@ class AfterStep:
             row["image"] = self._saver.safe_image
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale
-        if len(plan.shares) > 1:
+        if len(result.shares) > 1:
             row |= self._accounted(result)
         if is_applied:
             parts = [one.partial for one in outcome.rows]
@@ -383,7 +382,7 @@ class AfterStep:
             with amid(Phase.VALIDATION, Phase.BOUNDARY), noting(told), patience:
                 values = validator.evaluate(
                     controller.task, controller.replica.model, controller.group, controller.pace.divide,
-                    controller.replica.reducer,
+                    controller.replica.reducer, controller.layout,
                 )  # fmt: skip
             if place == 0 and counts:
                 is_best = self._is_best(state, values)

@@ -29,6 +29,9 @@ def say_what_runs(controller: Controller, material: LoadedTask, names: Sequence[
     """Log the task and the ranks; `names` are `node/device`."""
     parameters = sum(parameter.numel() for parameter in material.model.parameters())
     trained = sum(parameter.numel() for _, parameter in trained_parameters(material.model))
+    if material.divided is not None:
+        here, trained = trained, sum(parameter.numel() for parameter in material.divided.named.values())
+        parameters += trained - here
     plan = controller.planner.plan(controller.state.position)
     logger.info(
         "task %s: %s training samples, %s parameters%s", type(material.task).__name__, f"{controller.planner.n:,}",

@@ -19,6 +19,7 @@ import torch
 
 from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
+from hetseq.balance.layout import Layout, layout_of
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import DirectoryGroups, everything_shared
 from hetseq.comm.group import Group, RowTransport
@@ -29,7 +30,7 @@ from hetseq.config.sections import (
 )
 from hetseq.data.lanes import lanes_of
 from hetseq.data.loader import StepLoader
-from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
+from hetseq.data.plan import GlobalBatch, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError, TaskError
 from hetseq.monitor.advice import AdviceSetting
@@ -37,7 +38,6 @@ from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.delayed_init import RefusingNumbers
-from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.replica import Replica, batch_norms, begin_alike_, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
@@ -50,10 +50,11 @@ from hetseq.run.announcements import (
 from hetseq.run.base_again import base_again
 from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
+from hetseq.run.divided_ranks import meet
 from hetseq.run.image_making import make_images
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.owners import OwnersOfBefore, make_reducer, warn_of_no_save
-from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
+from hetseq.run.planning import check_best_metric, make_validators, micro_batch_sizes, planner_of, weights_by_slot
 from hetseq.run.recipe import changes, recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, go_back, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, nothing_to_do, open_checkpoints, resume
@@ -66,13 +67,13 @@ from hetseq.run.task_hooks import TaskHooks
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.training.controller import Boundary, Controller, RankContext, Recipe, StepFeed, TrainingState
-from hetseq.training.device_memo import DeviceMemo
 from hetseq.training.lr_scaling import Course, scaled
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.replica_check import ReplicaCheck, kind_of
 from hetseq.training.share import ComputeDevice, ShareComputer
 from hetseq.training.share_policy import (
+    NOTHING,
     AlternatingShares,
     FixedShares,
     MeasuredShares,
@@ -124,8 +125,8 @@ class RankJob:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Which ranks compute a share together: today each rank has one of its own."""
-        return one_rank_each(self.group.world_size)
+        """Which ranks compute a share together: those that hold one model together."""
+        return layout_of(self.slots_of_ranks, self.config.distributed.tensor_sizes())
 
     @property
     def own_slot(self) -> int:
@@ -194,11 +195,13 @@ def build_session(job: RankJob) -> Session:
     with ExitStack() as undo, _patience(job, job.group), _patience(job, job.directory_group.group):
         was_absent = job.material.fill is not None
         replica = build_replica(job, undo)
-        if job.is_first and (was_absent or not replica.has_parameters):
+        is_untried = was_absent or not replica.has_parameters or replica.divided is not None
+        if job.is_first and is_untried and not job.layout.is_idle(job.group.rank):
             job.material.try_out(replica.reducer)
-        sizes = micro_batch_sizes(job)
+        sizes = micro_batch_sizes(job.config.data, job.material, job.directory)
         validators = make_validators(job.config, job.material, sizes)
-        check_best_metric(job.config.validation, validators, job.material, replica.reducer)
+        if not job.layout.is_idle(job.group.rank):
+            check_best_metric(job.config.validation, validators, job.material, replica.reducer)
         start = find_start(job, replica, undo)
         feed = build_feed(job, start.first, sizes, undo)
         reports = build_reports(job, replica, start, feed, validators, undo)
@@ -216,6 +219,8 @@ def build_session(job: RankJob) -> Session:
 def build_replica(job: RankJob, undo: ExitStack) -> Replica:
     """The replica of this rank, with the optimizer of the previous generation, if this rank has one."""
     config, model = job.config, job.material.model
+    if job.material.divided is not None:
+        meet(job.material.divided, job.group, job.layout, job.slots_of_ranks, config.distributed)
     parameters = [parameter for _, parameter in trained_parameters(model)]
     if not parameters:
         raise ConfigError(
@@ -228,7 +233,9 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
         is_first=job.is_first,
     )  # fmt: skip
     undo.callback(reducer.close)
-    return Replica(model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned)
+    return Replica(
+        model, optimizer, reducer, BufferKeeper(model, job.group), job.material.task_state, owned, job.material.divided
+    )
 
 
 def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
@@ -288,11 +295,13 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
 def build_feed(job: RankJob, start: FirstState, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
     """The plan of the steps, the loader of this rank's part of them, and the share policy."""
     config, rank, layout, carried = job.config, job.group.rank, job.layout, job.carried
-    turns = weights_by_slot(config.distributed, layout.of_leaders(job.slots_of_ranks))
-    is_balanced = config.distributed.balance == "auto" and len(layout.groups) > 1
+    turns = weights_by_slot(config.distributed, layout.of_leaders(job.slots_of_ranks), idle=layout.idle)
+    is_balanced = config.distributed.balance == "auto" and len(layout.busy) > 1
     by_rank = job.succession.record.costs if job.succession is not None else ()
     costs = layout.of_leaders(by_rank) if by_rank else ()
     table = complete_costs(costs) if is_balanced else None
+    if table is not None:
+        table = tuple(NOTHING if at in layout.idle else one for at, one in enumerate(table))
     weights = turn_of(start.state.position.step, turns)
     assign = assigner(table) if table is not None else assigner_by(weights)
     known = start.provenance.parts
@@ -304,6 +313,8 @@ def build_feed(job: RankJob, start: FirstState, sizes: MicroBatchSizes, undo: Ex
     is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
     if batch_norms(job.material.model):
         is_first_measured = False  # batch norm fails on a micro-batch of one sample
+    if job.material.divided is not None:
+        is_first_measured = False  # a rank that joins would cut the share in another way than its peers
     loader = StepLoader(
         job.material.source(job.material.train), planner, start.state.position,
         group=layout.group_of(rank), cap=sizes.cap, first_cap=sizes.first() if is_first_measured else None,
@@ -368,7 +379,8 @@ def build_controller(
         on=ComputeDevice(material.device, material.precision, name, material.offload),
         sizes=sizes, seed=config.task.seed,
         throttle=Throttle(config.distributed.throttle_factors().get(job.own_slot, 1.0)),
-        noise_scale_every=config.optimization.noise_scale_every,
+        # of ranks that divide a model none has the whole gradient of a micro-batch
+        noise_scale_every=config.optimization.noise_scale_every if material.divided is None else 0,
     )  # fmt: skip
     return Controller(
         computer, job.group, feed=feed.steps, boundary=boundary, state=start.state,
@@ -453,19 +465,6 @@ def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimi
         )
     kind = type(built)
     raise TaskError(f"{source} returned a {kind.__module__}.{kind.__qualname__}: expected a torch.optim.Optimizer")
-
-
-def micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
-    """The micro-batch sizes that the options and earlier starts of this run allow on this rank."""
-    config, device = job.config.data, job.material.device
-    memo = DeviceMemo(job.directory, device)
-    if config.unit_size is not None:
-        return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # this node's own cap already allows it
-    is_free = config.max_sentences is None and config.max_tokens is None
-    most = memo.micro_batch() if is_free else config.max_sentences
-    cap = MicroBatchCap(most, config.max_tokens, config.required_batch_size_multiple)
-    is_learning = is_free and most is None and device.type == "cuda"
-    return MicroBatchSizes(cap, is_learning=is_learning, remember=memo.remember if is_free else None)
 
 
 def global_batch(config: DataConfig, group: RowTransport, layout: Layout) -> GlobalBatch:

@@ -327,7 +327,7 @@ class Saver:
 
     def _make_image(self, images: Images, state: TrainingState, *, nonce: int, rows: Rows) -> None:
         before = images.protection
-        tensors, numbers = self._replica.held_tensors()
+        tensors, numbers = self._replica.held_tensors(self._sharing.whole)
         tensors |= self._replica.task_state.content()[0]
         numbers = self._replica.all_numbers(numbers, self._sharing.whole)
         known = [*self._manager.known, *([] if self._underway is None else [self._underway.nonce])]
@@ -348,7 +348,9 @@ class Saver:
             logger.info("too many numbers besides tensors for a state in memory: a kill costs the steps since a save")
 
     def _describe(self, state: TrainingState, numbers: Mapping[str, Any] | None, rows: Rows) -> dict[str, Any]:
-        own = {"tied": tied_names(self._replica.model), "task_state": self._replica.task_state.content()[1]}
+        divided = self._replica.divided
+        tied = tied_names(self._replica.model) if divided is None else dict(divided.tied)
+        own = {"tied": tied, "task_state": self._replica.task_state.content()[1]}
         return {**describe(state, self._provenance, numbers, rows), **own}
 
     def _identity(self, state: TrainingState) -> Identity:
@@ -454,7 +456,7 @@ class Saver:
 
     def _content(self) -> tuple[dict[str, Held], dict[str, Any] | None]:
         """The saved part of the replica: tensors by name, live, and the optimizer's numbers, unless left out."""
-        tensors, numbers = self._replica.held_tensors()
+        tensors, numbers = self._replica.held_tensors(self._sharing.whole)
         task_tensors = self._replica.task_state.content()[0]
         if self._replica.owned is not None and self._sharing.count > 1:
             reducer, common = self._replica.reducer, frozenset(self._replica.common_model_tensors())

@@ -36,6 +36,7 @@ from hetseq.cluster.membership.compatibility import (
     NOT_COMPARED,
     PART,
     SCRIPT,
+    TENSORS,
     Fields,
     digest,
     file_state,
@@ -85,6 +86,8 @@ class TaskToCompare(Protocol):
     @property
     def model(self) -> torch.nn.Module: ...
     @property
+    def described(self) -> Mapping[str, str] | None: ...
+    @property
     def trial(self) -> LossTrial: ...
     @property
     def part(self) -> str: ...
@@ -104,10 +107,12 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
         "--lr": ",".join(repr(float(rate)).removesuffix(".0") for rate in learning_rates(config.optimization)),
         **option_fields(config.extras.values()),
         **(_task_fields(material) if material.own_loop is None else _script_fields(material)),
-        **_model_fields(material.model),
+        **(model_fields(material.model) if material.described is None else material.described),
     }
     if material.base is not None:
         fields[BASE] = material.base
+    if material.described is not None:
+        fields[TENSORS] = "+".join(map(str, config.distributed.tensor_sizes()))
     deadline_s = now() + _PATIENCE_S
     with _random_numbers_kept():
         splits = dict(material.valid)
@@ -243,7 +248,8 @@ def _packages(names: Iterable[str]) -> set[tuple[str, str]]:
 # The model
 
 
-def _model_fields(model: torch.nn.Module) -> Fields:
+def model_fields(model: torch.nn.Module) -> Fields:
+    """The facts about a model that ranks compare."""
     named = list(model.named_parameters())
     step = max(1, -(-len(named) // _MOST_PARAMETERS))
     return {

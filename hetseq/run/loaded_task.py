@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hetseq import registry
+from hetseq.balance.layout import seat_of
 from hetseq.config.sections import Config, DataConfig, MemoryConfig
 from hetseq.data.fetch import TRAINING_DATA, seed_everything
 from hetseq.data.lanes import lanes_of
@@ -25,6 +26,7 @@ from hetseq.parallel.activation_offload import ActivationOffload
 from hetseq.parallel.base_parameters import base_digest, base_parameters, check_base, move_
 from hetseq.parallel.build_record import BuildRecord
 from hetseq.parallel.delayed_init import DelayedInit, cast_, make_absent_
+from hetseq.parallel.divided_model import DividedModel, divide_
 from hetseq.parallel.gradient_sync import NO_ROUNDS, Rounds
 from hetseq.parallel.host_numbers import HostNumbers
 from hetseq.parallel.model_layers import AUTO, find_layers
@@ -32,7 +34,9 @@ from hetseq.parallel.offload_tiers import DiskTier, HostTier
 from hetseq.parallel.owned_names import owned_names
 from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.parallel.task_state import TaskState
-from hetseq.run.fingerprint import data_digest
+from hetseq.parallel.tensor_parallel import plan_of
+from hetseq.parallel.tensor_ranks import TensorRanks
+from hetseq.run.fingerprint import data_digest, model_fields
 from hetseq.run.start_notes import kept_back
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.processes import return_large_memory
@@ -80,6 +84,10 @@ class LoadedTask:
     fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
     #: the name of a base of which no rank has all in memory later; None: there is none
     base_of_parts: str | None = None
+    #: the parts of a model that several ranks hold together; None: this rank has the model alone
+    divided: DividedModel | None = None
+    #: of the model as it was built, for the comparison with other ranks; None: it is as it was built
+    described: Mapping[str, str] | None = None
 
     @property
     def terms_of_no_loss(self) -> tuple[str, ...]:
@@ -132,8 +140,13 @@ class LoadedTask:
         return Source(dataset, collate, count, self.place, len(self.terms), self.seed, is_pinned, split)
 
 
-def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
-    """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError."""
+def load_material(
+    config: Config, device: torch.device, task: Task | None = None, *, slot: int | None = None
+) -> LoadedTask:
+    """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError.
+
+    `slot` is this rank's in the run, by which it gets a part of a model that ranks divide; None: it gets all of it.
+    """
     is_never_whole = config.distributed.delayed_init or _is_beside_host(device)
     if config.optimization.compile and config.distributed.shard_model == "all" and is_never_whole:
         raise ConfigError(
@@ -173,16 +186,23 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         fill = drawn.fill if later else None
     elif later and _is_beside_host(device):
         fill = HostNumbers(later, device, precision.storage, unchanged=base_parameters(model).values()).fill
+    divided, described = None, None
+    if slot is not None and config.distributed.tensor_degree > 1:
+        described = model_fields(model)
+        divided = _divided(task, model, config, slot)
     move_(model, device, precision.storage)
+    if divided is not None:
+        divided.cast_(precision.storage)
     if config.memory.checkpoint_modules:
         names = checkpoint_activations(model, config.memory.checkpoint_modules)
         logger.info("%d modules run again in backward: %s", len(names), _listed(names))
     material = LoadedTask(
         task, train, valid, model, terms, place, seed, device, precision, split=config.data.train_subset,
         start_notes=start_notes, offload=_offload_of(config.memory, model, device), layers=layers, fill=fill,
-        base_of_parts=digest,
+        base_of_parts=digest, divided=divided, described=described,
     )  # fmt: skip
-    if fill is None and config.distributed.shard_model != "all":  # else tried when ranks can get the parameters
+    # else tried when ranks can get the parameters, or meet each other
+    if fill is None and divided is None and config.distributed.shard_model != "all":
         material.try_out()
     if config.optimization.compile:
         whereabouts.enter(Phase.COMPILING)
@@ -193,6 +213,20 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
     return material
+
+
+def _divided(task: Task, model: torch.nn.Module, config: Config, slot: int) -> DividedModel:
+    """Divide a model by --tensor-parallel-degree, in place. Raises ConfigError where that cannot be exact."""
+    section = config.distributed
+    if config.optimization.compile:
+        raise ConfigError(
+            f"--compile cannot compile the sums between the {section.tensor_degree} ranks that divide the model"
+            " (--tensor-parallel-degree): leave one of them out"
+        )
+    seat = seat_of(slot, section.tensor_sizes())
+    plan = plan_of(model, task.tensor_plan() if is_overridden(task, "tensor_plan") else None)
+    ranks = TensorRanks(seat.size, seat.place)
+    return divide_(model, plan, ranks, degree=section.tensor_degree, seed=section.tensor_parallel_seed)
 
 
 def layers_of(model: torch.nn.Module, config: Config) -> dict[str, torch.nn.Module]:

@@ -27,6 +27,7 @@ from hetseq.parallel.owned_names import OwnedNames, owned_names
 from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import Division, OwnedUnits, ownerships_of
+from hetseq.run.divided_ranks import check_groups, groups_of_models, tensor_places
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.rank_groups import RULES, chosen_rule, ranks_in_groups
 from hetseq.run.rank_room import (
@@ -96,6 +97,9 @@ def make_reducer(
     # what has owners does not change when a task freezes some of it
     described = owned_names(model, with_frozen=bool(layers)) if earlier is None else earlier.described
     bucket_bytes, groups = int(config.bucket_cap_mb * _MIB), None
+    divided = material.divided
+    if divided is not None and earlier is None:
+        described = owned_names(model, with_frozen=False, divided=divided)
     if layers:
         groups = groups_of(model, layers, list(described.by_parameter), len(described.trained))
     kind, rooms, is_wide = config.shard_model, list[RankRoom](), config.reduce_dtype is not None
@@ -111,14 +115,17 @@ def make_reducer(
             keep_freed_memory()  # loading made way for parameters that come and go
     if kind != "all":
         groups = None
-        described = owned_names(model, with_frozen=False) if earlier is None else described
+        if divided is None:
+            described = owned_names(model, with_frozen=False) if earlier is None else described
         if fill is not None:
             absent = [parameter for parameter in model.parameters() if is_absent(parameter)]
             make_present_(absent)
             fill(absent)
     names, parameters = described.by_parameter, list(described.by_parameter)
-    if kind == "none":
+    if kind == "none" and divided is None:
         return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
+    if kind == "none":  # the ranks that divide the model hold all of its state
+        rooms = rooms_of_ranks(list(model.parameters()), group, config)
     memory = memory_of(model, described, groups, is_wide=is_wide)
     room = state_room(rooms, memory)
     weights = None if config.own_weights() is None else _by_slot(config, slots)
@@ -126,20 +133,34 @@ def make_reducer(
     if rule == "auto":
         number = max(one.rule for one in rooms)  # a rank that joins brings none
         rule = RULES[number] if number >= 0 else _chosen_groups(rooms, room, weights, memory, group)
-    groups_of_ranks = ranks_in_groups(sizes or rule, rooms, room, weights, memory, slots)
-    fractions, room = _divide(rooms, room, weights, memory, groups_of_ranks)
+    tensors = None if divided is None else tensor_places(divided, slots, config.tensor_sizes())
+    if kind == "none":
+        groups_of_ranks, fractions = groups_of_models(slots, config.tensor_sizes())
+    else:
+        groups_of_ranks = ranks_in_groups(sizes or rule, rooms, room, weights, memory, slots)
+        fractions, room = _divide(rooms, room, weights, memory, groups_of_ranks)
+    if tensors is not None:
+        check_groups(groups_of_ranks, tensors, config)
     owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
     elements = sum(parameter.numel() for parameter in parameters)
     on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
-    division = Division(fractions, cuts_tensors, on_device, groups_of_ranks, tuple(one.host for one in rooms))
+    if tensors is not None and not cuts_tensors:
+        raise ConfigError(
+            f"--tensor-parallel-degree {config.tensor_parallel_degree}: {type(optimizer).__name__} updates whole"
+            " tensors, of which ranks have parts: take an optimizer that updates each element by itself, such as AdamW"
+        )
+    hosts = tuple(one.host for one in rooms)
+    division = Division(fractions, cuts_tensors, on_device, groups_of_ranks, hosts, tensors)
     if is_first:
         units = units_of(parameters, bucket_bytes)
         if groups is not None:
             units = [unit for of_layer in groups for unit in of_layer]
+        elif tensors is not None:
+            units = units_of(parameters, bucket_bytes, tensors)
         ownerships = ownerships_of(parameters, units, division)
         ownership = ownerships[0]
         owned_by = [ownerships[division.number_of(rank)].owned_by(rank) for rank in range(len(rooms))]
-        lacking = _lacking_room(owned_by, ownership.total, room, memory.bytes)
+        lacking = [] if kind == "none" else _lacking_room(owned_by, ownership.total, room, memory.bytes)
         if lacking:
             raise _no_room(lacking, ownership, memory, names, optimizer, config, cuts_tensors=cuts_tensors)
     dtype = torch.float64 if is_wide else None
@@ -153,9 +174,9 @@ def make_reducer(
             parameters, group, division, bucket_bytes=bucket_bytes, dtype=dtype, moved=owned.follow_
         )
         owned.earlier = owned.held()  # in the memory to which it has moved
-    on_device = sum(one.end - one.begin for one in reducer.fragments if one.owned.device == parameters[0].device)
+    on_device = sum(one.end - one.begin for one in reducer.fragments if one.owned.device == reducer.device)
     to_come = memory.model.state_bytes  # what it owns of the parameters is here
-    in_use = device_memory.in_use_bytes(parameters[0].device)
+    in_use = device_memory.in_use_bytes(reducer.device)
     owned.planned_bytes = in_use + round(on_device / max(1, reducer.ownership.total) * to_come) + memory.moving_bytes
     if config.shard_groups == "auto":
         owned.rule = rule

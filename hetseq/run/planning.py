@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from hetseq.config.sections import Config, DistributedConfig, ValidationConfig
+from hetseq.config.sections import Config, DataConfig, DistributedConfig, ValidationConfig
 from hetseq.data.fetch import base_order
 from hetseq.data.lanes import lanes_of
 from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
@@ -20,7 +20,9 @@ from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
 from hetseq.parallel.gradient_sync import Rounds
 from hetseq.run.loaded_task import LoadedTask
+from hetseq.run_directory import RunDirectory
 from hetseq.task import lengths_of, weights_of
+from hetseq.training.device_memo import DeviceMemo
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.validation import Validator
 
@@ -67,16 +69,37 @@ def planner_of(
     )
 
 
-def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> list[tuple[float, ...]]:
+def weights_by_slot(
+    config: DistributedConfig, slots: Sequence[int], *, idle: Collection[int] = ()
+) -> list[tuple[float, ...]]:
     """The weights of the shares: the fixed weights of these slots, or the equal ones that `auto` begins with.
 
-    One tuple for each of the weights that take turns. A slot that the options do not name gets the mean of the others.
+    One tuple for each of the weights that take turns. A slot that the options do not name gets the mean of the others;
+    the slots at the places `idle` get 0.
     """
-    equal, turns = (1.0,) * len(slots), []
+    equal = tuple(float(place not in idle) for place in range(len(slots)))
+    turns = []
     for named in config.balance_turns() or (equal,):
-        weights = tuple(named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots)
+        given = [named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots]
+        weights = equal if named is equal else tuple(one * weight for one, weight in zip(equal, given))
         turns.append(weights if sum(weights) > 0 else equal)
     return turns
+
+
+def micro_batch_sizes(config: DataConfig, material: LoadedTask, directory: RunDirectory) -> MicroBatchSizes:
+    """The micro-batch sizes that the options and earlier starts of this run allow on this rank."""
+    if material.divided is not None:  # its ranks cut their common share alike, so none may learn by itself
+        cap = MicroBatchCap(config.max_sentences, config.max_tokens, config.required_batch_size_multiple)
+        is_fixed = config.unit_size is not None
+        return MicroBatchSizes(MicroBatchCap(config.unit_size) if is_fixed else cap, is_fixed=is_fixed)
+    memo = DeviceMemo(directory, material.device)
+    if config.unit_size is not None:
+        return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # this node's own cap already allows it
+    is_free = config.max_sentences is None and config.max_tokens is None
+    most = memo.micro_batch() if is_free else config.max_sentences
+    cap = MicroBatchCap(most, config.max_tokens, config.required_batch_size_multiple)
+    is_learning = is_free and most is None and material.device.type == "cuda"
+    return MicroBatchSizes(cap, is_learning=is_learning, remember=memo.remember if is_free else None)
 
 
 def _check_longest(dataset: Any, max_tokens: int | None) -> None:

@@ -163,7 +163,8 @@ def choose_checkpoint(
         which = "latest"
     into = target.replica.model_tensors() if target is not None else {}
     reads_parts = target is not None and target.replica.owned is not None and sharing.count == 1
-    if target is not None and (reads_parts or not target.replica.has_parameters):
+    is_whole = target is not None and target.replica.has_parameters and target.replica.divided is None
+    if target is not None and (reads_parts or not is_whole):
         into = target.replica.common_model_tensors()
 
     def accepts(loaded: Loaded, is_own: bool) -> bool:

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from hetseq.balance.cost_meter import CostMeter
+from hetseq.balance.layout import one_rank_each
 from hetseq.cluster.membership.step_commit import Lineage, RowFormat, SaveStatus, Verdict, resolve
 from hetseq.cluster.rendezvous.byte_stream import FrameReader
 from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import DistributedConfig
-from hetseq.errors import DisagreementError
+from hetseq.errors import ConfigError, DisagreementError
 from hetseq.parallel import portions as parts
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.checksums import checksums
 from hetseq.parallel.gradient_sync import Gradients
-from hetseq.parallel.layout import one_rank_each
 from hetseq.parallel.owned_names import owned_names
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.portions import Piece
@@ -41,11 +41,11 @@ from hetseq.run.build import (
     build_controller,
     build_feed,
     build_replica,
-    micro_batch_sizes,
     override,
     provenance_of,
 )
 from hetseq.run.checkpointing import KnownSaves, Provenance, read_state, saved_batch
+from hetseq.run.planning import micro_batch_sizes
 from hetseq.run.regroup import KeptState, PendingWork
 from hetseq.run.shadow_links import ShadowLinks
 from hetseq.system import faults
@@ -72,6 +72,11 @@ class Shadow:
 
     def __init__(self, job: RankJob, closing: ExitStack) -> None:
         """`job` describes a rank alone; its state comes later."""
+        if job.config.distributed.tensor_degree > 1:
+            raise ConfigError(
+                f"--shadow follows a run whose ranks have the whole model, and --tensor-parallel-degree"
+                f" {job.config.distributed.tensor_parallel_degree} divides it: leave --shadow out"
+            )
         distributed = of_one_replica(job.config.distributed)
         data = replace(job.config.data, num_workers=0)  # none are fetched
         self._job = replace(job, config=replace(job.config, distributed=distributed, data=data))
@@ -304,7 +309,10 @@ class Shadow:
         self._open.close()
         self._open = ExitStack()
         job = replace(self._job, group=LocalGroup(generation=self._generation))
-        first, sizes = FirstState(state, self._provenance), micro_batch_sizes(job)
+        first, sizes = (
+            FirstState(state, self._provenance),
+            micro_batch_sizes(job.config.data, job.material, job.directory),
+        )
         with self._replica.buffers.changing_alike():
             job.material.task.update_step(state.updates)  # as each rank does at the start of a generation
         feed = build_feed(job, first, sizes, self._open)

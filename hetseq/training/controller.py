@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 from torch.profiler import record_function as phase
 
+from hetseq.balance.layout import Layout
 from hetseq.cluster.membership.decide import Report, Tag, Update
 from hetseq.cluster.membership.step_commit import (
     CommitRow,
@@ -106,19 +107,6 @@ class Boundary(Protocol):
         ...
 
 
-class ShareLayout(Protocol):
-    """Which ranks compute a share together, as one data-parallel group. Only numbers, the same on every rank."""
-
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """The rank that represents each group, ascending. Shape (groups,)."""
-        ...
-
-    def group_of(self, rank: int) -> int:
-        """The number of the group whose share this rank computes."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepFeed:
     """The samples of the coming steps: their plan, the loader of this rank's part, and the share policy."""
@@ -126,7 +114,7 @@ class StepFeed:
     planner: Planner
     loader: StepLoader
     pace: SharePolicy
-    layout: ShareLayout
+    layout: Layout  # which ranks compute a share together
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ class Controller:
         self.task, self.replica, self.group = computer.task, computer.replica, group
         self.planner, self.loader, self.pace = feed.planner, feed.loader, feed.pace
         self.terms, self.weights, self.state = computer.terms, computer.weights, state
-        self._layout = feed.layout
+        self.layout = feed.layout
         self._computer, self._boundary, self._context = computer, boundary, context
         self._config, self._learning_rate, self.late_counts = recipe.config, recipe.learning_rate, recipe.late_counts
         self._clip_epsilon = recipe.clip_epsilon
@@ -251,7 +239,7 @@ class Controller:
         clock = self._clock
         for attempt in itertools.count():
             with phase("gather"):
-                self.replica.reducer.gather(plan.shares)
+                self.replica.reducer.gather(self.layout.by_rank(plan.shares))
                 clock.lap("idle")
             with phase("forward_backward"):
                 whereabouts.enter(Phase.FORWARD_BACKWARD)
@@ -266,7 +254,7 @@ class Controller:
                 whereabouts.enter(Phase.REDUCE)
                 faults.point("reduce")
                 self.replica.reducer.finish()
-                self.replica.buffers.send(plan.shares)
+                self.replica.buffers.send(self.layout.at_leaders(plan.shares))
                 self.replica.buffers.finish()
                 clock.lap("idle")
             with phase("commit"):
@@ -338,7 +326,7 @@ class Controller:
     def _gather_counts(self, data: StepData) -> tuple[float, ...]:
         """Global counts of a step whose counts did not arrive with the previous commit."""
         rows = gather_floats(self.group, [float(data.samples), *data.counts])  # (world_size, 1 + terms)
-        return add_in_rank_order(rows[list(self._layout.leaders), 1:].tolist())
+        return add_in_rank_order(rows[list(self.layout.leaders), 1:].tolist())
 
     def _look_ahead(self, plan: StepPlan) -> StepData | None:
         """This rank's part of the next step, if there is one and it is at hand."""
@@ -374,7 +362,7 @@ class Controller:
         """The outcome that the rows of a commit, (world_size, words), give."""
         next_size = self.planner.plan(plan.next_position()).size
         unpacked = [self._format.unpack(words) for words in rows]
-        outcome = resolve(unpacked, next_samples=next_size, leaders=self._layout.leaders)
+        outcome = resolve(unpacked, next_samples=next_size, leaders=self.layout.leaders)
         self._rows = rows
         return outcome
 
@@ -460,7 +448,7 @@ class Controller:
         for rank in np.flatnonzero(rows[:, 0]).tolist():
             terms = [term for term, bad in zip(self.terms, rows[rank, 1:]) if bad]
             what = f"loss term {', '.join(map(repr, terms))}" if terms else "a gradient of finite losses"
-            start, stop = data.plan.range_of(self._layout.group_of(rank))
+            start, stop = data.plan.range_of(self.layout.group_of(rank))
             blamed.append(
                 f"rank {rank} produced it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})"
             )
@@ -530,7 +518,8 @@ class Controller:
         work = self.planner.work(plan.epoch, plan.start, plan.stop)
         scale = state.loss_scale.factor if self._has_loss_scale else None
         return StepResult(
-            plan, outcome, held.counts, loss, held.rate, outcome.norm, seconds, work, shift, scale, state.best
+            plan, outcome, held.counts, loss, held.rate, outcome.norm, seconds, work, shift, scale, state.best,
+            self.layout.by_rank(plan.shares), self.layout.at_leaders(plan.shares),
         )  # fmt: skip
 
     @property

@@ -142,6 +142,8 @@ class ReplicaCheck:
             if name not in kept
         }
         live = self._replica.model_tensors() if self._replica.has_parameters else self._replica.common_model_tensors()
+        if self._replica.divided is not None:  # ranks of different places hold different parts
+            live = {**self._replica.common_model_tensors(), **self._replica.undivided_tensors()}
         tensors, texts = {**base, **live}, dict[str, str]()
         if self._replica.owned is not None:
             return tensors, texts

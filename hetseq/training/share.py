@@ -102,6 +102,11 @@ class ShareComputer:
                 return part
             assert refused is not None
             memory.release(self.device)  # only here, where no exception holds the frames and their tensors any more
+            if self.replica.divided is not None and self.replica.divided.ranks.size > 1:
+                raise DeviceMemoryError(
+                    f"{self._complaint(refused.size)}. Ranks that divide a model do not make micro-batches smaller by"
+                    " themselves: give --max-sentences with a smaller number"
+                )
             if not self.sizes.refuse(refused.size, refused.work):
                 raise DeviceMemoryError(self._complaint(refused.size))
             logger.warning(

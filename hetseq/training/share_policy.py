@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter, complete_costs
+from hetseq.balance.layout import Layout
 from hetseq.balance.shares import TURN_STEPS, Cost, assign_shares, balance_shares, slowed_by, step_seconds
 from hetseq.cluster.membership.step_commit import CommitRow, Measured
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import Assign, Planner, StepPlan
-from hetseq.parallel.layout import Layout
 from hetseq.training.share import Part
 
 logger = logging.getLogger(__name__)
 
+NOTHING = Cost(0.0, 1.0, limit=0)  # of a group that computes nothing
 LEAD = 2  # steps from a decision to the first step it holds for
 _ADVICE_STEPS = 50  # between two looks at whether a rank holds the others up
 _RECENT = 20  # steps over which presence is judged
@@ -143,14 +144,14 @@ class MeasuredShares:
     ) -> None:
         self._planner, self._loader, self._rank, self._layout = planner, loader, rank, layout
         self.meter, self._at_once = meter or CostMeter(), at_once
-        everyone = tuple(range(len(layout.groups)))
+        everyone = layout.busy
         # groups that divide work among themselves: all, or those that read the same shard
         self._pools = (everyone,) if planner.shards is None else planner.shards.readers
         self._balancers = [Balancer(len(pool)) for pool in self._pools]
         if (table := complete_costs(costs)) is not None:
             for pool, balancer in zip(self._pools, self._balancers):
                 balancer.costs = tuple(table[group] for group in pool)
-        self._presence: list[deque[float]] = [deque(maxlen=_RECENT) for _ in everyone]
+        self._presence: list[deque[float]] = [deque(maxlen=_RECENT) for _ in layout.groups]
         self._advised: set[int] = set()
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
@@ -160,7 +161,7 @@ class MeasuredShares:
         return self.meter.cost(self._at_once())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
-        if len(self._layout.groups) == 1:
+        if len(self._layout.busy) == 1:
             return None
         measured = [row.measured for row in self._layout.of_leaders(rows)]  # (groups,)
         costs = [one.cost for one in measured]
@@ -176,9 +177,9 @@ class MeasuredShares:
     def divide(self, total: int) -> tuple[int, ...]:
         count = len(self._layout.groups)
         known = {group: cost for balancer, pool in self._balanced() for group, cost in zip(pool, balancer.costs or ())}
-        if len(known) < count:
-            return assign_shares(total, (1.0,) * count)
-        return assign_shares(total, [1 / known[group].slope_s for group in range(count)])
+        if len(known) < len(self._layout.busy):
+            return assign_shares(total, [float(group in self._layout.busy) for group in range(count)])
+        return assign_shares(total, [1 / known[group].slope_s if group in known else 0.0 for group in range(count)])
 
     def _balanced(self) -> Iterator[tuple[Balancer, tuple[int, ...]]]:
         return zip(self._balancers, self._pools)
@@ -209,6 +210,8 @@ class MeasuredShares:
             for place, group in enumerate(pool):
                 table[group] = balancer.costs[place] if balancer.costs else mean[-1] if mean else table[group]
                 fitted[group] = balancer.fitted[place] if balancer.fitted else table[group]
+        for group in self._layout.idle:
+            table[group] = fitted[group] = NOTHING
         return table, fitted
 
     def _shift(self, plan: StepPlan, costs: Sequence[Cost | None]) -> Shift:

@@ -36,6 +36,9 @@ class StepResult:
     shift: Shift | None  # new shares decided after it
     loss_scale: float | None = None  # of the next step, if the precision has one
     best_before: float | None = None  # `best` of the training state, before a validation after this step
+    #: samples by rank; of ranks that compute a share together, each of them and the first alone
+    shares: tuple[int, ...] = ()
+    counted_shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

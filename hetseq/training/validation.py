@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hetseq.balance.layout import Layout, one_rank_each
+from hetseq.comm.directory_groups import gather_texts
 from hetseq.comm.group import RowTransport, sum_floats
 from hetseq.data.loader import MicroBatch, Source, range_reader
 from hetseq.data.plan import EpochOrder, Lengths, MicroBatchCap, cut
@@ -48,19 +51,27 @@ class Validator:
 
     def evaluate(
         self, task: Task, model: torch.nn.Module, group: RowTransport, assign: Callable[[int], tuple[int, ...]],
-        rounds: Rounds = NO_ROUNDS,
+        rounds: Rounds = NO_ROUNDS, layout: Layout | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """`{"loss": ..., term: ..., metric: ...}` over the whole split; every rank calls it and gets the same.
 
         The loss is the weighted sum of the terms' means, in nats. In `rounds` the parameters of the model are here.
+        `assign` divides samples among the groups of `layout` (default: every rank is one), whose ranks compute alike.
         Raises TaskError for metrics that change their names.
         """
+        layout = layout or one_rank_each(group.world_size)
+        is_idle = layout.is_idle(group.rank)
         with self.judging(task, model), rounds.without_gradients():
-            names = self.metric_names(task, model, rounds)
+            names = [] if is_idle else self.metric_names(task, model, rounds)
+            if layout.idle:
+                names = json.loads(gather_texts(group, json.dumps(names))[layout.leader_of(layout.busy[0])])
             totals = [0.0] * (2 * (len(self.terms) + len(names)))
-            for row in self.rows(task, model, names, self._own_pieces(group, assign), rounds):
+            own = [] if is_idle else self._own_pieces(assign, layout.group_of(group.rank))
+            for row in self.rows(task, model, names, own, rounds):
                 totals = [total + value for total, value in zip(totals, row, strict=True)]
             rounds.serve()
+        if group.rank not in layout.leaders:  # its leader has computed the same
+            totals = [0.0] * len(totals)
         return self.figures(task, names, sum_floats(group, totals))
 
     @contextlib.contextmanager
@@ -135,10 +146,10 @@ class Validator:
         others = {term: mean for term, mean in means.items() if term != "loss"}
         return {"loss": loss, **others, **self._summary(task, sums)}
 
-    def _own_pieces(self, group: RowTransport, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
+    def _own_pieces(self, assign: Callable[[int], tuple[int, ...]], group: int) -> list[tuple[int, int]]:
         shares = assign(len(self.source.dataset))
-        start = sum(shares[: group.rank])
-        return self._cut(start, start + shares[group.rank], self._cap())
+        start = sum(shares[:group])
+        return self._cut(start, start + shares[group], self._cap())
 
     @property
     def _order(self) -> EpochOrder:

@@ -1,4 +1,5 @@
-"""A checkpoint of any layout is resumed under any layout: replicas, owners of the state or of all, and memory servers.
+"""A checkpoint of any layout is resumed under any layout: replicas, owners of the state or of all, memory servers, and
+ranks that divide the model.
 
 One run for each layout trains to its end without an interruption and saves half-way. Each of these checkpoints is
 resumed under each layout. What a checkpoint holds has the same bits for every reader. The losses behind it are those
@@ -50,6 +51,7 @@ class Layout:
     own: str | None = None
     kind: str = "state"
     groups: str = "all"  # the ranks of each group that holds everything
+    tensors: str = "1"  # the ranks of each group that divides the model
 
     @property
     def world_size(self) -> int:
@@ -59,7 +61,7 @@ class Layout:
         owners = [] if self.own is None else ["--shard-model", self.kind, "--own", self.own]
         owners += [] if self.own is None else ["--shard-groups", self.groups]
         owners += ["--shard-modules", "first,still,last"] if self.kind == "all" else []
-        return ["--balance", self.balance, *owners]
+        return ["--balance", self.balance, "--tensor-parallel-degree", self.tensors, *owners]
 
 
 LAYOUTS = {
@@ -68,11 +70,9 @@ LAYOUTS = {
     "3:1": Layout("3,1", "3,1"),
     "6:2:1": Layout("7,4,1", "6,2,1"),
     "server": Layout("3,1,0", "0,0,1"),
-    "all 1:3": Layout("3,1", "1,3", "all"),
-    "all 6:2:1": Layout("7,4,1", "6,2,1", "all"),
-    "all server": Layout("3,1,0", "1,1,8", "all"),
-    "2+1": Layout("7,4,1", "3,1,2", groups="2+1"),
     "all 2+1": Layout("7,4,1", "1,3,1", "all", groups="2+1"),
+    "tensors 2+1": Layout("2,2,1", tensors="2+1"),
+    "tensors 2, state": Layout("2,2,1,1", "3,1,1,2", tensors="2"),
 }
 #: The ranks of each pair compute the same samples. Replicas that share memory, and owners, add the gradients of all
 #: ranks in rank order, and AdamW updates element by element. So every sum of both has one order, if no step is clipped:
@@ -97,6 +97,9 @@ class Mixed(toys.Toy):
 
     def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> Any:
         return None  # the one that --optimizer names
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"first": "colwise_gather_output", "last": "rowwise_split_input"}
 
     def loss(self, model: Any, sample: Any) -> dict[str, torch.Tensor]:
         hidden = torch.tanh(model["still"](torch.tanh(model["first"](sample["x"]))) + model.shift)
@@ -135,9 +138,9 @@ def train(group: Group, save_dir: str, words: list[str]) -> Course:
     session = session_of(group, save_dir, words, recorder, lambda config: make_task(Mixed, config))
     try:
         replica, course = session.controller.replica, Course()
-        course.begun = copy_of(replica.held_tensors()[0])
+        course.begun = copy_of(replica.held_tensors(group)[0])
         session.train()
-        course.ended = copy_of(replica.held_tensors()[0])
+        course.ended = copy_of(replica.held_tensors(group)[0])
         course.losses = {row["step"]: row["loss"] for row in recorder.rows}
         course.norms = {row["step"]: row["grad_norm"] for row in recorder.rows}
         return course

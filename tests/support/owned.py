@@ -112,7 +112,7 @@ def session_of(
 ) -> Session:
     """A session in this process, which the caller closes; `task_of` makes the task of a configuration."""
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
-    material = load_material(config, torch.device("cpu"), None if task_of is None else task_of(config))
+    material = load_material(config, torch.device("cpu"), None if task_of is None else task_of(config), slot=group.rank)
     return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder))
 
 

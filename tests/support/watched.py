@@ -99,6 +99,9 @@ class Watched(Ledger):
             return model
         return Layers() if self.has_layers else super().build_model()
 
+    def tensor_plan(self) -> dict[str, str]:
+        return {"layers.0": "colwise", "layers.1": "rowwise", "layers.2": "colwise_gather_output"}
+
     def update_step(self, num_updates: int) -> None:
         self.has_begun = True  # what came before were trials
 

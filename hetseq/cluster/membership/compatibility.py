@@ -46,6 +46,7 @@ PROTOCOL = "1"
 NOT_COMPARED = "not compared"
 PART = "part of the training data"  # which part this rank reads; this field may differ, see `data_by_host`
 BUILD = "build of torch"  # such as cu126; it may differ, and tells where this node finds another torch
+TENSORS = "ranks that divide the model"  # the sizes of their groups, as in 2+1; only where there are such ranks
 BASE = "frozen weights"  # that no checkpoint holds, by their content
 SCRIPT = "sha256 of the script"
 LOSS = "loss of the first two samples"  # the mean of each term, with its tolerances

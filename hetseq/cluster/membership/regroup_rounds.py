@@ -35,10 +35,11 @@ _SLACK_S = 0.5  # after the deadline of a collective, for its failure to be repo
 class Generations:
     """The generations of one run.
 
-    `slots` maps the first roster to its slots. With fewer than `min_ranks`, or without one of the data `parts` that the
-    run began with (default: the parts of the first roster), the run waits for newcomers for at most `wait_s`, then
-    saves and stops. `shadows` are processes that follow the first record. `part` and `home` give, for the current
-    worker of a slot, the data part that it reads and its node; workers on one node can most likely reach each other.
+    `slots` maps the first roster to its slots. With fewer than `min_ranks`, without one of the data `parts` that the
+    run began with (default: the parts of the first roster), or with slots that don't do for `suffices`, the run waits
+    for newcomers for at most `wait_s`, then saves and stops. `shadows` are processes that follow the first record.
+    `part` and `home` give, for the current worker of a slot, the data part that it reads and its node; workers on one
+    node can most likely reach each other.
     `outbox` holds (incarnation, order) for the caller to send, in order: `freeze`, `record`, `wish`, and `fence` for
     the launcher of a worker.
     """
@@ -59,6 +60,7 @@ class Generations:
         self.outbox: list[tuple[str, Order]] = []
         self.slots = dict(slots)  # of all members ever, including ended ones
         self._min_ranks, self._wait_s, self._home, self._part = min_ranks, wait_s, home, part
+        self.suffices: Callable[[Iterable[int]], bool] = lambda slots: True
         self._parts = frozenset(map(part, self.slots.values()) if parts is None else parts)
         self._shadows = set(shadows)  # living processes that are to follow each generation
         self._alive = set(first.roster) | self._shadows
@@ -283,9 +285,10 @@ class Generations:
 
     @property
     def _is_waiting_for_more(self) -> bool:
-        """Whether fewer than `min_ranks` would be left, or a part of the data would be on no rank."""
+        """Whether fewer than `min_ranks` would be left, or a part of the data or of the model would be on no rank."""
         here = self._here()
-        return len(here) < self._min_ranks or not self._parts <= {self._part(self.slots[name]) for name in here}
+        slots = [self.slots[name] for name in here]
+        return len(here) < self._min_ranks or not self._parts <= set(map(self._part, slots)) or not self.suffices(slots)
 
     def _here(self) -> list[str]:
         """Who would take part in the next generation, as far as is known."""

@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetseq.balance.layout import has_whole_model
 from hetseq.cluster.membership.admission import clock
 from hetseq.cluster.membership.assignment import GenerationRanks
-from hetseq.cluster.membership.compatibility import PART, difference
+from hetseq.cluster.membership.compatibility import PART, TENSORS, difference
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.exit_status import WorkerEnd, how_it_ended
 from hetseq.cluster.membership.participants import TELL_EVERY_S
@@ -64,6 +65,8 @@ class Crews:
         self._part_of = {slot: fields[PART] for slot, fields in presented.items() if PART in fields}
         #: parts of the training data at the start of the run; it trains while each is on some rank
         self.parts = frozenset(self._part_of.values())
+        sizes = next((fields[TENSORS] for fields in presented.values() if TENSORS in fields), "1")
+        self._sizes = tuple(map(int, sizes.split("+")))  # of groups that divide the model
         self._hosts = {slot: site.host for slot, site in sites.items()}
         self._starts = dict.fromkeys(sites, 0)
         names = {incarnation(slot, 0): slot for slot in sorted(sites)}
@@ -71,6 +74,7 @@ class Crews:
             Record(0, tuple(names)), names, min_ranks=min_ranks, wait_s=wait_s, home=self._node_of,
             part=self._part_of.get, parts=self.parts,
         )  # fmt: skip
+        self._generations.suffices = self._has_whole_model
         self._story: list[str] = []
         self._stands: dict[str, tuple[dict[str, Any], float]] = {}  # last reported phase of a process, and when
         self._told = 0  # the newest generation whose record was sent
@@ -85,6 +89,9 @@ class Crews:
         self._leave_s = math.inf  # when they leave, at the latest
         self._has_yielded = False
         self._next_word_s: float | None = None  # when the next message about missing ranks is due
+
+    def _has_whole_model(self, slots: Iterable[int]) -> bool:
+        return has_whole_model(slots, self._sizes)
 
     @classmethod
     def amid(
@@ -114,6 +121,7 @@ class Crews:
             newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of, part=crews._part_of.get,
             parts=crews.parts, shadows=shadows,
         )  # fmt: skip
+        crews._generations.suffices = crews._has_whole_model
         crews._starts |= starts
         for name in names:
             slot, _, count = name.partition(".")
@@ -312,9 +320,12 @@ class Crews:
             self._next_word_s = now_s + TELL_EVERY_S
             lacking = self._generations.lacking
             more = f"{lacking} more rank{'' if lacking == 1 else 's'} (--min-ranks {self._min_ranks})"
+            place = "a host with its part of the data"
+            if not self._has_whole_model(self.living):
+                place = "the other ranks that hold parts of the model (--tensor-parallel-degree)"
             story = "; ".join(self._story)
             text = (
-                f"{story + ': ' if story else ''}waiting for {more if lacking else 'a host with its part of the data'},"
+                f"{story + ': ' if story else ''}waiting for {more if lacking else place},"
                 f" {clock(until_s - now_s)} at most; Ctrl-C saves the state and ends the run"
             )
             told = {self._sites[slot].node: slot for slot in sorted(self.living | self._shadows, reverse=True)}

@@ -75,7 +75,14 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     model = build_model(task)
     config = replace(config, data=replace(config.data, data_by_host=False))
     material = SimpleNamespace(
-        task=task, train=train, valid={}, model=model, trial=LossTrial(), own_loop=None, base=base_digest(model)
+        described=None,
+        task=task,
+        train=train,
+        valid={},
+        model=model,
+        trial=LossTrial(),
+        own_loop=None,
+        base=base_digest(model),
     )
     return rank_fields(config, material)
 

@@ -50,6 +50,10 @@ hetseq/parallel/offload_tiers.py
     _InFile.has_left: _written.result: as above
 hetseq/parallel/state_move.py
     _exchange_unit: exchange.swap(outgoing, incoming).wait: as above
+hetseq/parallel/tensor_ranks.py
+    TensorRanks.sum: _group.all_reduce_sum(total).wait: as above
+hetseq/parallel/whole_tensors.py
+    _exchange: exchange.swap(messages, incoming).wait: as above
 hetseq/run/foreign_parts.py
     _send: exchange.swap(outgoing, incoming).wait: as above
 hetseq/parallel/buffers.py

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WITHOUT_TORCH = (
     "errors", "registry", "run_directory", "which_run", "testing", "cli",
     "system", "balance", "config", "data", "cluster", "checkpoint", "monitor", "launch", "commands",
-    "parallel.layout", "training.micro_batch_size", "nebula.writer", "nebula.memory_budget",
+    "training.micro_batch_size", "nebula.writer", "nebula.memory_budget",
 )  # fmt: skip
 #: what in these packages does import torch: whatever touches tensors, devices or the task
 BUT_WITH_TORCH = (

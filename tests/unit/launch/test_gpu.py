@@ -123,7 +123,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[
     config = options.complete(options.parse([*words, "--save-dir", str(directory.path)]))
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
 
-    def load(*_: Any) -> None:
+    def load(*_: Any, **__: Any) -> None:
         raise KeyError("it loads")
 
     monkeypatch.setattr(rank_life, "load_material", load)

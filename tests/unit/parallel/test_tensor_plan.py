@@ -29,9 +29,8 @@ def test_the_plan_of_transformers_is_that_of_each_layer_and_of_both_tied_modules
     plan = plan_of(llama(tie_word_embeddings=True))
     styles = {name.rpartition(".")[2]: type(style).__name__ for name, style in plan.items()}
     assert styles == {
-        "embed_tokens": "VocabularyRows", "q_proj": "ColwiseParallel", "k_proj": "ColwiseParallel",
-        "v_proj": "ColwiseParallel", "o_proj": "RowwiseParallel", "gate_proj": "ColwiseParallel",
-        "up_proj": "ColwiseParallel", "down_proj": "RowwiseParallel", "lm_head": "ColwiseParallel",
+        "embed_tokens": "VocabularyRows", "q_proj": "Columns", "k_proj": "Columns", "v_proj": "Columns",
+        "o_proj": "Rows", "gate_proj": "Columns", "up_proj": "Columns", "down_proj": "Rows", "lm_head": "Columns",
     }  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""Random numbers of a rank that divides a model, in one process: a stand-in for the mesh says which rank it is."""
+"""Random numbers of a rank that divides a model, in one process."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +30,7 @@ class Layer(nn.Module):
 def run(rank: int, *, fails: bool = False, is_training: bool = True) -> tuple[float, float]:
     """What a rank draws between `up` and `down`, and afterwards."""
     layer = Layer(fails=fails).train(is_training)
-    mesh: Any = SimpleNamespace(get_local_rank=lambda: rank, device_type="cpu")
-    separate_randomness_(nn.Sequential(layer), mesh, seed=3, opening=["0.up"], closing=["0.down"])
+    separate_randomness_(nn.Sequential(layer), rank, seed=3, opening=["0.up"], closing=["0.down"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         if fails:

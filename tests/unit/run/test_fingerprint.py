@@ -48,6 +48,7 @@ def material(
 ) -> Any:  # fmt: skip
     torch.manual_seed(1)
     return SimpleNamespace(
+        described=None,
         task=task or make_task(Plain, Config()),
         train=rows() if data is None else data,
         valid={} if valid is None else {"valid": valid},

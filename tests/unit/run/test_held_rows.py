@@ -23,7 +23,8 @@ def calls_of(*, follows: bool, unsent: bool) -> list[str]:
     boundary._follow_up = mock.MagicMock(return_value=(False, False))  # type: ignore[method-assign]
     boundary._saver.is_keep_wanted.return_value = False  # type: ignore[attr-defined]
     outcome = SimpleNamespace(rows=(), writing=False, failed=(), wish=0, unsent=unsent)
-    result: Any = SimpleNamespace(outcome=outcome, plan=SimpleNamespace(step=7, epoch=1, shares=(1,)), shift=None)
+    plan = SimpleNamespace(step=7, epoch=1)
+    result: Any = SimpleNamespace(outcome=outcome, plan=plan, shift=None, shares=(1,), counted_shares=(1,))
     boundary.after_step(mock.MagicMock(), result, ends_run=False)
     return [call[0] for call in metrics.mock_calls if call[0] in ("hold", "release", "step")]
 

@@ -32,7 +32,7 @@ def _memory_of_this_process_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def material_of(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module] | None = None) -> Any:
-    return SimpleNamespace(model=model, layers=layers or {}, fill=None)
+    return SimpleNamespace(model=model, layers=layers or {}, fill=None, divided=None)
 
 
 def owns_all(monkeypatch: pytest.MonkeyPatch, *, shard_model: str, own_memory: int, room: int = PLENTY) -> bool:

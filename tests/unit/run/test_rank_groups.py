@@ -117,7 +117,7 @@ def divided(
     optimizer = torch.optim.AdamW(model.parameters()) if before is None else before.optimizer
     if before is not None:
         model.weight = next(iter(before.names))  # type: ignore[assignment]
-    material: Any = SimpleNamespace(model=model, layers={}, fill=None)
+    material: Any = SimpleNamespace(model=model, layers={}, fill=None, divided=None)
     config = DistributedConfig(shard_model="state", shard_groups=words)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: room)
     reducer, owned = owners.make_reducer(

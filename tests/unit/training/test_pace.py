@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hetseq.balance.cost_meter import WARM_UP, AtOnce
+from hetseq.balance.layout import Layout, one_rank_each
 from hetseq.balance.shares import Cost
 from hetseq.cluster.membership.step_commit import CommitRow, Measured, SaveStatus, Vote, Wish
 from hetseq.data.plan import Assign, GlobalBatch, Planner, Position, StepPlan
 from hetseq.data.shards import Shards
-from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.training.share import Part
 from hetseq.training.share_policy import AlternatingShares, FixedShares, MeasuredShares, Shift, assigner_by, turn_of
 

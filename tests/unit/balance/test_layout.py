@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from hetseq.comm.group import Rows
-from hetseq.config.sections import DataConfig
-from hetseq.parallel.layout import Layout, one_rank_each
-from hetseq.run.build import global_batch
+from hetseq.balance.layout import Layout, Seat, has_whole_model, layout_of, one_rank_each, seat_of
 
 PAIRS = Layout(((0, 1), (2, 4), (3,)))
 
@@ -40,27 +36,37 @@ def test_what_is_no_layout_is_refused(groups: tuple[tuple[int, ...], ...]) -> No
         Layout(groups)
 
 
-class Gathered:
-    """Rows that the ranks of a world have brought."""
-
-    deadline_s = 1.0
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        self._rows = np.array(rows, np.int64)
-        self.rank, self.world_size = 0, len(rows)
-
-    def all_gather_rows(self, row: Rows) -> Rows:
-        assert row.tolist() == self._rows[self.rank].tolist()
-        return self._rows
-
-
-def test_a_global_batch_has_a_micro_batch_of_each_group_and_not_of_each_rank() -> None:
-    config = DataConfig(max_sentences=8, update_freq=(2,))
-    ranks = Gathered([[8, 0], [8, 0], [2, 0]])
-    assert global_batch(config, ranks, one_rank_each(3)).sample_limit(1) == 36
-    assert global_batch(config, ranks, Layout(((0, 1), (2,)))).sample_limit(1) == 20
-
-
 def test_values_of_fewer_ranks_than_there_are_are_refused() -> None:
     with pytest.raises(AssertionError, match="each rank"):
         PAIRS.of_leaders("abc")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seats"),
+    [
+        ((1,), [(0, 0, 1), (1, 0, 1), (2, 0, 1)]),
+        ((2,), [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 2)]),
+        ((2, 1), [(0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 1)]),
+        ((1, 1, 2), [(0, 0, 1), (1, 0, 1), (2, 0, 2), (2, 1, 2), (3, 0, 2)]),
+    ],
+)
+def test_groups_follow_each_other_by_slot_and_the_last_size_repeats(
+    sizes: tuple[int, ...], seats: list[tuple[int, int, int]]
+) -> None:
+    assert [seat_of(slot, sizes) for slot in range(len(seats))] == [Seat(*one) for one in seats]
+
+
+def test_a_model_is_whole_if_all_seats_of_one_group_are_taken() -> None:
+    assert has_whole_model([5, 4], (2,))
+    assert not has_whole_model([1, 2, 5], (2,))
+    assert has_whole_model([1, 2], (2, 1))
+    assert not has_whole_model([], (1,))
+
+
+def test_ranks_whose_model_is_not_whole_form_an_idle_group() -> None:
+    layout = layout_of([0, 2, 3, 4], (2,))
+    assert layout.groups == ((0,), (1, 2), (3,))
+    assert (layout.idle, layout.busy) == (frozenset({0, 2}), (1,))
+    assert [layout.is_idle(rank) for rank in range(4)] == [True, False, False, True]
+    assert layout.by_rank((0, 6, 0)) == (0, 6, 6, 0)
+    assert layout.at_leaders((0, 6, 0)) == (0, 6, 0, 0)

@@ -1,0 +1,205 @@
+"""A model that several ranks hold together, part by part, in the engine: its layers, its parts, and their names.
+
+Responsible for dividing the modules of a plan (`tensor_parallel`), and for which elements of the whole tensors a part
+holds. Knows neither gradients nor owners; ranks communicate through `TensorRanks`.
+
+The one idea: the part of a tensor at a place is a parameter of its own, with the same name and shape on whatever rank
+holds it. A rank that is one of `degree` has the part at its own place; a rank that holds the model alone, beside such
+ranks, has all parts as parameters and joins them whenever a forward reads the tensor. So sums, owners and moves of the
+state see parts, and none of them needs to know how a tensor was cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hetseq.errors import ConfigError
+from hetseq.parallel.tensor_parallel import Plan, check_plan, compute_with_parts_
+from hetseq.parallel.tensor_ranks import TensorRanks
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """The part at `place` of `degree` of a tensor with `shape`: an equal share of each of the `blocks` into which its
+    dimension `dim` is cut first."""
+
+    name: str  # of the whole parameter
+    shape: tuple[int, ...]
+    dim: int
+    place: int
+    degree: int
+    blocks: int = 1
+
+    @property
+    def full_name(self) -> str:
+        """A name for this part alone."""
+        return f"{self.name}@{self.place}"
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.shape[self.dim] // self.degree, *self.shape[self.dim + 1 :])
+
+    @property
+    def offset(self) -> int | None:
+        """The place of its first element in the whole tensor, in row-major order, if its elements follow each other."""
+        is_interval = math.prod(self.shape[: self.dim]) == 1 and self.blocks == 1
+        return self.place * math.prod(self.part_shape) if is_interval else None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Its elements of the whole tensor, as new memory. Shape `part_shape`."""
+        width = self.shape[self.dim] // (self.degree * self.blocks)
+        pieces = [
+            whole.narrow(self.dim, (block * self.degree + self.place) * width, width) for block in range(self.blocks)
+        ]
+        return torch.cat(pieces, self.dim)
+
+    def places_of(self, elements: Tensor) -> Tensor:
+        """For elements of the part, by their row-major numbers, their numbers in the whole tensor. Pure."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        width = self.shape[self.dim] // (self.degree * self.blocks)
+        rest, last = elements // inner, elements % inner
+        row, column = rest // (width * self.blocks), rest % (width * self.blocks)
+        column = (column // width * self.degree + self.place) * width + column % width
+        return (row * self.shape[self.dim] + column) * inner + last
+
+
+class JoinedParts(nn.Module):
+    """The whole tensor of the parts at all places (`torch.nn.utils.parametrize`)."""
+
+    def __init__(self, parts: Sequence[TensorPart]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+
+    def forward(self, *given: Tensor) -> Tensor:
+        first, blocks = self.parts[0], self.parts[0].blocks
+        pieces = [one.chunk(blocks, first.dim) for one in given]
+        return torch.cat([pieces[place][block] for block in range(blocks) for place in range(len(given))], first.dim)
+
+    def right_inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.of(whole) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """What dividing a model has made of it, on this rank."""
+
+    ranks: TensorRanks
+    #: in the order of the undivided model, on all ranks the same: each trained parameter, or each part of one, by a
+    #: name for it alone; a part of another place has no memory (device meta)
+    named: Mapping[str, nn.Parameter]
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)  # by that name
+    #: shape and type of the tensors of the undivided model's state_dict that are divided here, on meta, by name
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)  # as `replica.tied_names` of the undivided model
+
+    @functools.cached_property
+    def first_names(self) -> dict[str, str]:
+        """For the name of each whole parameter that is divided, the name of its first part."""
+        return {part.name: name for name, part in self.parts.items() if part.place == 0}
+
+    def cast_(self, dtype: torch.dtype) -> None:
+        """Give what has no memory here the type to which the model has been moved."""
+        absent = [one for one in self.named.values() if one.is_meta and one.is_floating_point()]
+        for parameter in absent:
+            parameter.data = parameter.data.to(dtype)
+        for like in self.whole.values():
+            like.data = like.data.to(dtype)
+
+    def place_of(self, name: str) -> int | None:
+        """The place of a part by the name in `named`; None for a parameter that every rank has whole."""
+        return self.parts[name].place if name in self.parts else None
+
+
+def divide_(model: nn.Module, plan: Plan, ranks: TensorRanks, *, degree: int, seed: int) -> DividedModel:
+    """Divide a model in place into `degree` parts, of which this rank gets one, or all of them if it has no peers.
+
+    `ranks` has `degree` members, or this rank alone. All ranks have the same model with numbers, on the CPU. `seed` is
+    as in `tensor_parallel_`. Raises ConfigError as `check_plan`, and for a model whose divided parameters are frozen.
+    """
+    check_plan(model, plan, degree)
+    names = {one: name for name, one in model.named_parameters()}  # of several names the first
+    trained = [(name, one) for one, name in names.items() if one.requires_grad]
+    tied = _tied_names(model)
+    cuts = _cuts(model, plan, names, degree)
+    by_id = {id(one): name for one, name in names.items()}
+    shapes = {name: torch.empty_like(one, device="meta") for one, name in names.items() if name in cuts}
+    for name, parts in cuts.items():
+        parameter = next(one for one, found in names.items() if found == name)
+        if not parameter.requires_grad:
+            raise ConfigError(
+                f"{name} is frozen, and the plan for tensor parallelism divides it: give the model a tensor_plan()"
+                " without its module, or train it"
+            )
+        assert len(parts) == degree
+    own = _replace_(model, cuts, by_id, ranks)
+    if ranks.size > 1:
+        compute_with_parts_(model, plan, ranks, seed=seed)
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in trained:
+        for part in cuts.get(name, ()):
+            mine = own.get(part.full_name)
+            named[part.full_name] = (
+                nn.Parameter(torch.empty(part.part_shape, dtype=parameter.dtype, device="meta"))
+                if mine is None else mine
+            )  # fmt: skip
+        if name not in cuts:
+            named[name] = parameter
+    every_part = {part.full_name: part for parts in cuts.values() for part in parts}
+    return DividedModel(ranks, named, every_part, shapes, tied)
+
+
+def _cuts(model: nn.Module, plan: Plan, names: Mapping[nn.Parameter, str], degree: int) -> dict[str, list[TensorPart]]:
+    """The parts of each parameter that is divided, by its name; a parameter that two modules share is cut once."""
+    found: dict[str, list[TensorPart]] = {}
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        for own, one in style.cuts.items():
+            parameter = getattr(module, own, None)
+            if parameter is None:
+                continue
+            full = names[parameter]
+            parts = [TensorPart(full, tuple(parameter.shape), one.dim, at, degree, one.blocks) for at in range(degree)]
+            assert found.get(full, parts) == parts, "the plan divides tied parameters alike"
+            found[full] = parts
+    return found
+
+
+def _replace_(
+    model: nn.Module, cuts: Mapping[str, Sequence[TensorPart]], by_id: Mapping[int, str], ranks: TensorRanks
+) -> dict[str, nn.Parameter]:
+    """Give the modules the parts that this rank holds in place of whole parameters; the parts by their names."""
+    found: dict[str, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            parts = cuts.get(by_id.get(id(parameter), ""))
+            if parts is None:
+                continue
+            if ranks.size > 1:
+                part = parts[ranks.place]
+                if part.full_name not in found:
+                    found[part.full_name] = nn.Parameter(part.of(parameter.detach()))
+                module.register_parameter(own, found[part.full_name])
+                continue
+            parametrize.register_parametrization(module, own, JoinedParts(parts))
+            joined: Any = module.parametrizations[own]  # type: ignore[index]
+            for place, part in enumerate(parts):
+                one = found.setdefault(part.full_name, getattr(joined, f"original{place}"))
+                setattr(joined, f"original{place}", one)
+    return found
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(one), name) != name:
+            found[name] = first[id(one)]
+    return found

@@ -1,0 +1,81 @@
+"""Ranks that hold one model together have the gradient and the curve of one device, also beside one with all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetseq.data.fetch import seed_everything
+from tests.support import divided
+from tests.support.ranks import run_ranks
+from tests.support.training import prepared
+
+STEPS = 8
+#: the degree, other options, and the shares of the groups that divide the model
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "2": (2, ["--tensor-parallel-degree", "2"]),
+    "2+1": (3, ["--tensor-parallel-degree", "2+1", "--balance", "4,4,2"]),
+    "2+2": (4, ["--tensor-parallel-degree", "2", "--balance", "4,4,2,2"]),
+    "2+2, state": (4, ["--tensor-parallel-degree", "2", "--shard-model", "state", "--own", "3,1,1,2"]),
+    "4": (4, ["--tensor-parallel-degree", "4"]),
+}
+
+
+def words(*more: str) -> list[str]:
+    line = ["--curriculum", "1000000", "--clip-norm", "0.5", "--seed", "7", "--no-save", "--disable-validation"]
+    line += ["--lr-scheduler", "constant", "--lr", "0.01", "--optimizer", "adamw", "--precision", "fp64"]
+    line += ["--weight-decay", "0.01"]
+    return [*line, "--global-batch-size", "6", "--max-sentences", "2", "--max-update", str(STEPS), *more]
+
+
+def alone() -> tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """The same training in a plain loop: losses, clipped gradients and parameters."""
+    seed_everything(7)
+    model = divided.NextWord().double()
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [one for one in named.values() if one.dim() > 1], "weight_decay": 0.01},
+            {"params": [one for one in named.values() if one.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+    data, losses, gradients = divided.rows(), [], []
+    for step in range(STEPS):
+        batch = data[step * 6 % len(data) :][:6]
+        optimizer.zero_grad()
+        loss = divided.loss_of(model, batch) / 6
+        loss.backward()
+        norm = torch.cat([one.grad.flatten() for one in named.values() if one.grad is not None]).norm().item()
+        for one in named.values() if norm > 0.5 else ():
+            assert one.grad is not None
+            one.grad *= 0.5 / norm
+        gradients.append({name: one.grad.clone() for name, one in named.items() if one.grad is not None})
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, gradients, {name: one.detach() for name, one in named.items()}
+
+
+def apart(mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    difference = torch.cat([(mine[name] - right[name]).flatten() for name in right])
+    return float(difference.norm() / torch.cat([one.flatten() for one in right.values()]).norm())
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_divide_a_model_have_the_curve_of_one_device(
+    layout: str, shares_memory: bool, tmp_path: Path
+) -> None:
+    size, more = LAYOUTS[layout]
+    ranks: list[Any] = run_ranks(divided.train, size, prepared(tmp_path), words(*more), shares_memory, timeout_s=60)
+    losses, gradients, parameters = alone()
+    shapes = {name: one.shape for name, one in parameters.items()}
+    for facts in ranks:
+        assert facts.losses == pytest.approx(losses, rel=1e-12)
+    for step, right in enumerate(gradients):
+        mine = divided.put_together([facts.gradients[step] for facts in ranks], shapes)
+        assert apart(mine, right) <= 1e-14 * 100 ** (step > 0), (step, apart(mine, right))
+    assert apart(divided.put_together([facts.parameters for facts in ranks], shapes), parameters) <= 1e-12
