@@ -50,8 +50,7 @@ class TensorPart:
     @property
     def offset(self) -> int | None:
         """The place of its first element in the whole tensor, in row-major order, if its elements follow each other."""
-        is_interval = math.prod(self.shape[: self.dim]) == 1 and self.blocks == 1
-        return self.place * math.prod(self.part_shape) if is_interval else None
+        return self.place * self.width if self.rows == 1 == self.blocks else None
 
     def of(self, whole: Tensor) -> Tensor:
         """Its elements of the whole tensor, as new memory. Shape `part_shape`."""
@@ -61,14 +60,20 @@ class TensorPart:
         ]
         return torch.cat(pieces, self.dim)
 
-    def places_of(self, elements: Tensor) -> Tensor:
-        """For elements of the part, by their row-major numbers, their numbers in the whole tensor. Pure."""
-        inner = math.prod(self.shape[self.dim + 1 :])
-        width = self.shape[self.dim] // (self.degree * self.blocks)
-        rest, last = elements // inner, elements % inner
-        row, column = rest // (width * self.blocks), rest % (width * self.blocks)
-        column = (column // width * self.degree + self.place) * width + column % width
-        return (row * self.shape[self.dim] + column) * inner + last
+    @property
+    def rows(self) -> int:
+        """Into how many rows of `width` elements a part, and of as many times more elements the whole tensor, falls."""
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def width(self) -> int:
+        """The elements of a row of a part."""
+        return math.prod(self.part_shape[self.dim :])
+
+    def put_(self, whole: Tensor, part: Tensor) -> None:
+        """Write some rows of the part to where they are in the same rows of the whole tensor; both are flat."""
+        view = whole.view(-1, self.blocks, self.degree, self.width // self.blocks)
+        view[:, :, self.place] = part.view(-1, self.blocks, self.width // self.blocks)
 
 
 class JoinedParts(nn.Module):

@@ -20,15 +20,20 @@ class TensorRanks:
     def __init__(self, size: int, place: int) -> None:
         self.size, self.place = size, place
         self._group: Group = LocalGroup()
+        self._all: Group = self._group
 
-    def meet(self, group: Group) -> None:
-        """Communicate in `group` from now on, whose ranks are the places. Any rank, alone."""
+    def meet(self, group: Group, all_ranks: Group) -> None:
+        """Communicate in `group` from now on, whose ranks are the places, with the deadlines of the group `all_ranks`.
+
+        Any rank, alone.
+        """
         assert (group.world_size, group.rank) == (self.size, self.place), "a group of these ranks, by place"
-        self._group = group
+        self._group, self._all = group, all_ranks
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks, with equal bits on all of them. Collective. Raises PeerLostError."""
         total = part.clone(memory_format=torch.contiguous_format)
+        self._group.deadline_s = self._all.deadline_s  # a step has another one than the start
         self._group.all_reduce_sum(total).wait()
         return total
 

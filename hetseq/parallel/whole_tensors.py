@@ -22,7 +22,6 @@ from hetseq.parallel.owned_units import OwnedUnits
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ITSELF = ""  # the key of a parameter's own values
-_AT_ONCE = 1 << 22  # elements of a part whose places are computed
 
 
 @torch.no_grad()
@@ -85,57 +84,61 @@ def _exchange(
     reducer: OwnedUnits,
     group: Group,
 ) -> TensorSlice | None:
-    """This rank's slice of one whole tensor, of which the ranks of the first group have one each."""
+    """This rank's slice of one whole tensor, of which the ranks of the first group have some rows each."""
     ranks = list(reducer.division.groups[0] if reducer.division.groups else range(group.world_size))
-    rank, shape = group.rank, parts[0][1].shape
-    elements = torch.Size(shape).numel()
-    ends = [elements * number // len(ranks) for number in range(len(ranks) + 1)]
-    interval = {one: (ends[number], ends[number + 1]) for number, one in enumerate(ranks)}
-    outgoing: dict[int, list[Tensor]] = {}
-    for index, part in parts if rank in ranks else ():
-        if index not in values:
-            continue
-        begin, held = values[index]
-        for first in range(0, held.numel(), _AT_ONCE):
-            piece = held[first : first + _AT_ONCE]
-            at = part.places_of(torch.arange(begin + first, begin + first + piece.numel()))
-            for target, (low, high) in interval.items():
-                chosen = piece[(at >= low) & (at < high)]
-                if chosen.numel():
-                    outgoing.setdefault(target, []).append(chosen)
+    rank, any_part = group.rank, parts[0][1]
+    ends = [any_part.rows * number // len(ranks) for number in range(len(ranks) + 1)]
+    rows = {one: (ends[number], ends[number + 1]) for number, one in enumerate(ranks)}
     exchange, cpu = reducer.exchange, torch.device("cpu")
+    outgoing: dict[int, list[Tensor]] = {}
+    for index, part in parts:
+        if index in values:
+            begin, held = values[index]
+            for target, (first, last) in rows.items() if rank in ranks else ():
+                low, high = max(begin, first * part.width), min(begin + held.numel(), last * part.width)
+                if low < high:
+                    outgoing.setdefault(target, []).append(held[low - begin : high - begin])
     messages = {}
     for target, pieces in outgoing.items():
         if target != rank:
             flat = torch.cat(pieces).view(torch.uint8)
             messages[target] = exchange.memory(flat.numel(), torch.uint8, cpu)
             messages[target].copy_(flat)
-    wanted = {source: _places(parts, source, interval[rank], reducer) for source in ranks} if rank in ranks else {}
+    lists = {source: _spans(parts, source, rows[rank], reducer) for source in ranks} if rank in ranks else {}
     incoming = {
-        source: torch.empty(at.numel() * dtype.itemsize, dtype=torch.uint8)
-        for source, at in wanted.items() if source != rank and at.numel()
-    }  # fmt: skip
+        source: torch.empty(sum(high - low for _, low, high in spans) * dtype.itemsize, dtype=torch.uint8)
+        for source, spans in lists.items()
+        if source != rank and spans
+    }
     exchange.swap(messages, incoming).wait()
     for message in messages.values():
         exchange.release(message)
     if rank not in ranks:
         return None
-    low, high = interval[rank]
-    found = torch.empty(high - low, dtype=dtype)
-    for source, at in wanted.items():
-        if not at.numel():
-            continue
-        given = torch.cat(outgoing[rank]) if source == rank else incoming[source].view(dtype)
-        found[at - low] = given
-    return TensorSlice(found, low, high, shape)
+    first, last = rows[rank]
+    own = {index: torch.empty((last - first) * part.width, dtype=dtype) for index, part in parts}  # rows of each part
+    for source, spans in lists.items():
+        given = iter(outgoing[rank]) if source == rank and spans else iter(())
+        if source != rank and spans:
+            given = iter(incoming[source].view(dtype).split([high - low for _, low, high in spans]))
+        for (index, low, high), piece in zip(spans, given, strict=True):
+            start = first * dict(parts)[index].width
+            own[index][low - start : high - start] = piece
+    found = torch.empty((last - first) * any_part.width * any_part.degree, dtype=dtype)
+    for index, part in parts:
+        part.put_(found, own[index])
+    begin = first * any_part.width * any_part.degree
+    return TensorSlice(found, begin, begin + found.numel(), any_part.shape)
 
 
-def _places(parts: list[tuple[int, TensorPart]], source: int, interval: tuple[int, int], reducer: OwnedUnits) -> Tensor:
-    """The elements of the whole tensor in an interval that a rank holds, in the order in which it sends them."""
-    found = [torch.empty(0, dtype=torch.long)]
+def _spans(
+    parts: list[tuple[int, TensorPart]], source: int, rows: tuple[int, int], reducer: OwnedUnits
+) -> list[tuple[int, int, int]]:
+    """The elements that a rank holds of some rows of each part: its place in the model, the first one and the end."""
+    found = []
     for index, part in parts:
         begin, end = reducer.extent(index, source)
-        for first in range(begin, end, _AT_ONCE):
-            at = part.places_of(torch.arange(first, min(end, first + _AT_ONCE)))
-            found.append(at[(at >= interval[0]) & (at < interval[1])])
-    return torch.cat(found)
+        low, high = max(begin, rows[0] * part.width), min(end, rows[1] * part.width)
+        if low < high:
+            found.append((index, low, high))
+    return found

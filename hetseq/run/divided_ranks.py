@@ -29,7 +29,7 @@ def meet(divided: DividedModel, group: Group, layout: Layout, slots: Sequence[in
         )
     ranks = layout.groups[layout.group_of(group.rank)]
     if not layout.is_idle(group.rank):
-        divided.ranks.meet(group.subgroup(ranks, f"tensors-{ranks[0]}"))
+        divided.ranks.meet(group.subgroup(ranks, f"tensors-{ranks[0]}"), group)
 
 
 def tensor_places(divided: DividedModel, slots: Sequence[int], sizes: Sequence[int]) -> TensorPlaces:

@@ -148,7 +148,8 @@ def put_together(ranks: list[list[Piece]], shapes: dict[str, torch.Size]) -> dic
     whole = {name: torch.zeros(shape, dtype=torch.float64).flatten() for name, shape in shapes.items()}
     seen = {name: torch.zeros(len(value), dtype=torch.long) for name, value in whole.items()}
     for part, name, begin, end, values in (piece for of_rank in ranks for piece in of_rank):
-        at = torch.arange(begin, end) if part is None else part.places_of(torch.arange(begin, end))
+        numbers = torch.arange(whole[name if part is None else part.name].numel())
+        at = numbers[begin:end] if part is None else part.of(numbers.view(part.shape)).flatten()[begin:end]
         name = name if part is None else part.name
         whole[name][at] = values.double()
         seen[name][at] += 1
