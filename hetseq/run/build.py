@@ -50,7 +50,7 @@ from hetseq.run.announcements import (
 from hetseq.run.base_again import base_again
 from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
-from hetseq.run.divided_ranks import meet
+from hetseq.run.divided_ranks import in_step, meet
 from hetseq.run.image_making import make_images
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.owners import OwnersOfBefore, make_reducer, warn_of_no_save
@@ -200,6 +200,8 @@ def build_session(job: RankJob) -> Session:
             job.material.try_out(replica.reducer)
         sizes = micro_batch_sizes(job.config.data, job.material, job.directory)
         validators = make_validators(job.config, job.material, sizes)
+        if job.material.divided is not None:
+            sizes, validators = in_step(sizes, validators, job.group, job.layout)
         if not job.layout.is_idle(job.group.rank):
             check_best_metric(job.config.validation, validators, job.material, replica.reducer)
         start = find_start(job, replica, undo)

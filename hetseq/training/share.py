@@ -105,7 +105,7 @@ class ShareComputer:
             if self.replica.divided is not None and self.replica.divided.ranks.size > 1:
                 raise DeviceMemoryError(
                     f"{self._complaint(refused.size)}. Ranks that divide a model do not make micro-batches smaller by"
-                    " themselves: give --max-sentences with a smaller number"
+                    " themselves: give a smaller --batch-size"
                 )
             if not self.sizes.refuse(refused.size, refused.work):
                 raise DeviceMemoryError(self._complaint(refused.size))

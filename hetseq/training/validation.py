@@ -48,6 +48,7 @@ class Validator:
     computing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     device: torch.device = _CPU
     learned: Callable[[], MicroBatchCap] = MicroBatchCap  # the cap that training has learned for this rank so far
+    is_in_step: bool = False  # other ranks compute the same pieces with this one, so it cuts by the options alone
 
     def evaluate(
         self, task: Task, model: torch.nn.Module, group: RowTransport, assign: Callable[[int], tuple[int, ...]],
@@ -131,6 +132,9 @@ class Validator:
             result = _within_memory(work, start, stop)
             if result is None:
                 memory.release(self.device)  # only here, where no exception holds the frames and their tensors any more
+                if self.is_in_step:
+                    what = f"{stop - start} samples of {self.split}"
+                    raise DeviceMemoryError(memory.complaint(self.device, what, "give a smaller --max-sentences-valid"))
                 self._refuse(start, stop)
                 waiting.append((start, stop))
             else:

@@ -1,0 +1,89 @@
+"""Ranks that divide a model: who owns, what they agree on, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetseq.balance.layout import layout_of
+from hetseq.comm.group import LocalGroup, Rows
+from hetseq.config.sections import DistributedConfig
+from hetseq.data.plan import MicroBatchCap
+from hetseq.errors import ConfigError
+from hetseq.parallel.owned_units import TensorPlaces
+from hetseq.run.divided_ranks import check_groups, groups_of_models, in_step, meet
+from hetseq.training.micro_batch_size import MicroBatchSizes
+
+
+class OneOf(LocalGroup):
+    """A rank among others that give these limits of samples and tokens."""
+
+    def __init__(self, rank: int, limits: list[tuple[int | None, int | None]]) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, len(limits)
+        self._rows = np.array([[2**63 - 1 if one is None else one for one in row] for row in limits], np.int64)
+
+    def all_gather_rows(self, row: Rows) -> Rows:
+        assert row.tolist() == self._rows[self.rank].tolist()
+        return self._rows
+
+
+def agreed(rank: int, limits: list[tuple[int | None, int | None]]) -> MicroBatchCap:
+    sizes = MicroBatchSizes(MicroBatchCap(*limits[rank]))
+    found, _ = in_step(sizes, [], OneOf(rank, limits), layout_of([0, 1, 2], (2, 1)))
+    return found.cap
+
+
+def test_ranks_of_one_model_cut_by_the_smallest_limits_and_others_by_their_own() -> None:
+    limits: list[tuple[int | None, int | None]] = [(8, None), (None, None), (2, 64)]
+    assert [agreed(rank, limits) for rank in range(3)] == [MicroBatchCap(8), MicroBatchCap(8), MicroBatchCap(2, 64)]
+
+
+def test_ranks_of_one_model_that_count_tokens_on_one_of_them_only_are_refused() -> None:
+    with pytest.raises(ConfigError, match="some ranks that hold one model together have --max-tokens"):
+        agreed(0, [(8, None), (8, 64), (8, None)])
+
+
+def test_each_model_is_a_group_and_ranks_whose_model_is_not_whole_own_nothing() -> None:
+    assert groups_of_models([0, 1], (2,)) == ((), (1.0, 1.0))
+    assert groups_of_models([0, 1, 2], (2, 1)) == (((0, 1), (2,)), (1.0, 1.0, 1.0))
+    assert groups_of_models([1, 2, 3], (2, 1)) == (((0, 1), (2,)), (0.0, 1.0, 1.0))
+    assert groups_of_models([0, 2, 3], (2,)) == ((), (0.0, 1.0, 1.0))
+
+
+def test_groups_that_lack_a_part_of_the_model_are_refused() -> None:
+    tensors = TensorPlaces(((0,), (1,), (0,), (1,)), (), frozenset({0, 2}))
+    config = DistributedConfig(shard_model="state", shard_groups="1+3", tensor_parallel_degree="2")
+    check_groups([(0, 1), (2, 3)], tensors, config)
+    with pytest.raises(ConfigError, match=r"--shard-groups 1\+3: the group \(0\) lacks a part of the model"):
+        check_groups([(0,), (1, 2, 3)], tensors, config)
+
+
+def test_a_run_without_any_whole_model_is_told_what_to_start() -> None:
+    divided: Any = None
+    config = DistributedConfig(tensor_parallel_degree="2")
+    with pytest.raises(
+        ConfigError, match="no model is whole, since of the ranks that divide it only 1 is here"
+    ):
+        meet(divided, LocalGroup(), layout_of([1], (2,)), [1], config)
+
+
+@pytest.mark.parametrize("degree", ["0", "2+3", "two", "2+", ""])
+def test_a_degree_that_is_none_is_refused(degree: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-degree .*expected a number, or 1 and one other number"):
+        DistributedConfig(tensor_parallel_degree=degree)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_model": "all"}, "divides layers, which with --shard-model all come and go as a whole"),
+        ({"shard_model": "auto"}, "divides layers, which with --shard-model auto come and go as a whole"),
+        ({"delayed_init": True}, "divides a model that has its first numbers: leave --delayed-init out"),
+    ],
+)
+def test_what_cannot_be_together_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DistributedConfig(tensor_parallel_degree="2", **options)
