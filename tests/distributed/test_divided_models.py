@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,3 +80,22 @@ def test_ranks_that_divide_a_model_have_the_curve_of_one_device(
         mine = divided.put_together([facts.gradients[step] for facts in ranks], shapes)
         assert apart(mine, right) <= 1e-14 * 100 ** (step > 0), (step, apart(mine, right))
     assert apart(divided.put_together([facts.parameters for facts in ranks], shapes), parameters) <= 1e-12
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+def test_between_models_travels_what_travels_between_groups_and_within_one_only_what_is_whole(
+    shares_memory: bool, tmp_path: Path
+) -> None:
+    size, more = LAYOUTS["2+1"]
+    line = words(*more, "--memory-interval-updates", "0")  # no images
+    ranks: list[Any] = run_ranks(divided.train, size, prepared(tmp_path), line, shares_memory, timeout_s=60)
+    first, second, alone_ = ranks
+    assert first.own_parts == second.own_parts > 0
+    assert min(first.own_whole, second.own_whole) > 0
+    across = [facts.own_parts + facts.own_whole for facts in ranks]  # own size x 2 (G - 1) / G of two models
+    # the first one gives the gradients of both, and each its new parameters to the other
+    within = [second.own_whole + first.own_whole, second.own_whole, 0]
+    for facts, elements in zip(ranks, np.add(across, within), strict=True):
+        sent = np.diff(facts.sent_bytes)
+        assert sent.tolist() == pytest.approx([8 * int(elements)] * len(sent), rel=0.05)
+    assert alone_.own_parts == 2 * first.own_parts

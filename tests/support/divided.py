@@ -93,7 +93,9 @@ class DividedFacts:
     gradients: list[list[Piece]] = field(default_factory=list)  # by step, of what it owns
     parameters: list[Piece] = field(default_factory=list)
     elements: int = 0  # of the model in its memory
-    bytes_between: list[int] = field(default_factory=list)  # sent by step to ranks beside activations
+    own_parts: int = 0  # elements that it owns of divided parameters, and of others
+    own_whole: int = 0
+    sent_bytes: list[int] = field(default_factory=list)  # until the update of each step, beside activations
 
 
 def session_of(group: Group, save_dir: str, words: list[str], recorder: Recorder, task: Task | None = None) -> Session:
@@ -118,7 +120,7 @@ def _train(group: Group, save_dir: str, words: list[str]) -> DividedFacts:
 
     def record(*_: Any) -> None:
         facts.gradients.append(pieces(replica, lambda one: one.grad))
-        facts.bytes_between.append(exchange.sent_bytes)
+        facts.sent_bytes.append(exchange.sent_bytes)
 
     replica.optimizer.register_step_pre_hook(record)
     try:
@@ -127,6 +129,9 @@ def _train(group: Group, save_dir: str, words: list[str]) -> DividedFacts:
         facts.norms = [row["grad_norm"] for row in recorder.rows]
         replica.reducer.gather()
         facts.parameters = pieces(replica, lambda one: one)
+        for name, one in replica.owned.fragments.items():
+            facts.own_parts += (one.end - one.begin) * (name in replica.owned.described.parts)
+            facts.own_whole += (one.end - one.begin) * (name not in replica.owned.described.parts)
         facts.elements = sum(one.numel() for one in replica.model.parameters())
         return facts
     finally:

@@ -64,9 +64,7 @@ def test_groups_that_lack_a_part_of_the_model_are_refused() -> None:
 def test_a_run_without_any_whole_model_is_told_what_to_start() -> None:
     divided: Any = None
     config = DistributedConfig(tensor_parallel_degree="2")
-    with pytest.raises(
-        ConfigError, match="no model is whole, since of the ranks that divide it only 1 is here"
-    ):
+    with pytest.raises(ConfigError, match="no model is whole, since of the ranks that divide it only 1 is here"):
         meet(divided, LocalGroup(), layout_of([1], (2,)), [1], config)
 
 
