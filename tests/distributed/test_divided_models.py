@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from hetseq.data.fetch import seed_everything
+from tests.distributed.test_owned_tasks import KINDS, Case, words_of
 from tests.support import divided
+from tests.support.owned import Setting, plain_curve
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared
 
@@ -99,3 +101,22 @@ def test_between_models_travels_what_travels_between_groups_and_within_one_only_
         sent = np.diff(facts.sent_bytes)
         assert sent.tolist() == pytest.approx([8 * int(elements)] * len(sent), rel=0.05)
     assert alone_.own_parts == 2 * first.own_parts
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_model_of_transformers_is_divided_by_its_own_plan(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    case = Case("causal lm", "3,1", "adamw", clip_norm=0.5)
+    kind = KINDS[case.task](tmp_path)
+    line = [*words_of(kind, case, STEPS), "--shard-model", "none", "--own", "auto", "--balance", "equal"]
+    line += ["--tensor-parallel-degree", "2", "--memory-interval-updates", "0"]
+    ranks: list[Any] = run_ranks(
+        divided.train_task, 2, prepared(tmp_path / "run"), line, Setting(kind.base, case.optimizer), timeout_s=300
+    )
+    right = plain_curve(
+        kind.model(), case.optimizer, kind.loss_of, samples=kind.samples, batch=kind.batch, steps=STEPS, clip_norm=0.5
+    )
+    for facts in ranks:
+        assert facts.losses == pytest.approx(right.losses, rel=1e-12)
+        assert facts.elements < 0.7 * right.parameters.numel()

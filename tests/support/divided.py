@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,15 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from hetseq import Task
-from hetseq import config as options
 from hetseq.balance import ownership
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.parallel.divided_model import TensorPart
-from hetseq.run.build import RankJob, build_session
-from hetseq.run.loaded_task import load_material
-from hetseq.run.session import Session
-from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
+from tests.support.owned import Setting, session_of
 from tests.support.training import Recorder
 
 WORDS, WIDTH, LENGTH, SAMPLES = 12, 8, 5, 48
@@ -98,12 +95,6 @@ class DividedFacts:
     sent_bytes: list[int] = field(default_factory=list)  # until the update of each step, beside activations
 
 
-def session_of(group: Group, save_dir: str, words: list[str], recorder: Recorder, task: Task | None = None) -> Session:
-    config = options.complete(options.parse([*words, "--save-dir", save_dir]))
-    material = load_material(config, torch.device("cpu"), task or make_task(NextWordTask, config), slot=group.rank)
-    return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder))
-
-
 def train(group: Group, save_dir: str, words: list[str], shares_memory: bool) -> DividedFacts:
     """Train as rank and slot `group.rank`, with cuts between any two elements."""
     if shares_memory and isinstance(group, GlooGroup):
@@ -112,9 +103,15 @@ def train(group: Group, save_dir: str, words: list[str], shares_memory: bool) ->
         return _train(group, save_dir, words)
 
 
-def _train(group: Group, save_dir: str, words: list[str]) -> DividedFacts:
+def train_task(group: Group, save_dir: str, words: list[str], setting: Setting) -> DividedFacts:
+    """The same with another task."""
+    return _train(group, save_dir, words, setting.task)
+
+
+def _train(group: Group, save_dir: str, words: list[str], task_of: Callable[[Any], Any] | None = None) -> DividedFacts:
     recorder, facts = Recorder(), DividedFacts()
-    session = session_of(group, save_dir, words, recorder)
+    task_of = task_of or functools.partial(make_task, NextWordTask)
+    session = session_of(group, save_dir, words, recorder, task_of)
     replica = session.controller.replica
     exchange = replica.reducer.exchange  # type: ignore[attr-defined]
 
