@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetseq.balance.layout import seat_of
 from hetseq.config.byte_size import parse_size
 from hetseq.config.tracker_specs import TrackerSpec, read_specs
 from hetseq.errors import ConfigError
@@ -657,6 +659,13 @@ class DistributedConfig:
         _require(are_numbers, "shard_groups", self.shard_groups, expected)
         return tuple(map(int, words))
 
+    def _begins_of_groups(self) -> list[int]:
+        """The first ranks of the groups that `--shard-groups` names by number, but the first; of equal ones some."""
+        sizes = self.shard_group_sizes() or ()
+        if len(sizes) == 1:
+            sizes *= sum(self.tensor_sizes()) + 1
+        return list(itertools.accumulate(sizes))[:-1]
+
     def tensor_sizes(self) -> tuple[int, ...]:
         """The ranks of the groups that each hold one model, by `--tensor-parallel-degree 2+1`; the last one repeats."""
         words, expected = self.tensor_parallel_degree.split("+"), "a number, or 1 and one other number, as in 2 or 2+1"
@@ -724,6 +733,17 @@ class DistributedConfig:
             raise ConfigError(
                 f"--tensor-parallel-degree {self.tensor_parallel_degree} divides layers, which with --shard-model"
                 f" {self.shard_model} come and go as a whole: use --shard-model state or none beside it"
+            )
+        if self.tensor_degree > 1 and self.shadow:
+            raise ConfigError(
+                f"--shadow follows a run whose ranks have the whole model, and --tensor-parallel-degree"
+                f" {self.tensor_parallel_degree} divides it: leave one of them out"
+            )
+        cut = next((slot for slot in self._begins_of_groups() if seat_of(slot, self.tensor_sizes()).place), None)
+        if cut is not None:
+            raise ConfigError(
+                f"--shard-groups {self.shard_groups}: a group begins with rank {cut}, in the middle of a model that"
+                f" --tensor-parallel-degree {self.tensor_parallel_degree} divides: make groups of whole models"
             )
         if self.tensor_degree > 1 and self.delayed_init:
             raise ConfigError(

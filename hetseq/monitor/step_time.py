@@ -29,14 +29,17 @@ def busy_s(measured: Measured) -> float:
     return measured.compute_s + measured.data_s + measured.overhead_s
 
 
-def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seconds: float) -> dict[str, Any]:
+def account(
+    rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seconds: float, samples: int | None = None
+) -> dict[str, Any]:
     """The keys of `metrics.jsonl` about the ranks: `communication_s`, `efficiency`, `pace` and `ranks`, lists by rank.
 
+    `samples` are those of the step (default: the sum of the shares), of which several ranks may compute the same.
     `work` is the total weight of the step's samples when they were divided. The efficiency is the speed of the run /
     the sum of the speeds that its ranks would have on their own, at their shares; None if one of them is unknown. One
     that owns a part of the state and has never had samples is a memory server, and has no speed.
     """
-    samples, measured = sum(shares), [row.measured for row in rows]
+    samples, measured = sum(shares) if samples is None else samples, [row.measured for row in rows]
     costs = [_in_samples(one.cost, share, work / samples) for share, one in zip(shares, measured)]
     least_idle_s = min(one.idle_s for one in measured)
     busy = [busy_s(one) for one in measured]

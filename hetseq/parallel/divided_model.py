@@ -21,9 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hetseq.errors import ConfigError
+from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.tensor_parallel import Plan, check_plan, compute_with_parts_
 from hetseq.parallel.tensor_ranks import TensorRanks
+
+#: of a gradient: devices round differently, in 16 bits by a hundredth
+_ALIKE = 0.05
+_OF_ALL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class DividedModel:
     parts: Mapping[str, TensorPart] = field(default_factory=dict)  # by that name
     #: shape and type of the tensors of the undivided model's state_dict that are divided here, on meta, by name
     whole: Mapping[str, Tensor] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)  # as `replica.tied_names` of the undivided model
+    tied: Mapping[str, str] = field(default_factory=dict)  # `replica.tied_names` of the undivided model
 
     @functools.cached_property
     def first_names(self) -> dict[str, str]:
@@ -132,7 +136,6 @@ def divide_(model: nn.Module, plan: Plan, ranks: TensorRanks, *, degree: int, se
     check_plan(model, plan, degree)
     names = {one: name for name, one in model.named_parameters()}  # of several names the first
     trained = [(name, one) for one, name in names.items() if one.requires_grad]
-    tied = _tied_names(model)
     cuts = _cuts(model, plan, names, degree)
     by_id = {id(one): name for one, name in names.items()}
     shapes = {name: torch.empty_like(one, device="meta") for one, name in names.items() if name in cuts}
@@ -158,7 +161,32 @@ def divide_(model: nn.Module, plan: Plan, ranks: TensorRanks, *, degree: int, se
         if name not in cuts:
             named[name] = parameter
     every_part = {part.full_name: part for parts in cuts.values() for part in parts}
-    return DividedModel(ranks, named, every_part, shapes, tied)
+    return DividedModel(ranks, named, every_part, shapes)
+
+
+@torch.no_grad()
+def check_alike(gradients: Mapping[str, Tensor], ranks: TensorRanks) -> None:
+    """Raise TaskError if the ranks of a model have different gradients of a parameter that each of them has whole.
+
+    One of them gives that gradient. A parameter between layers whose outputs are divided sees this rank's part of them
+    alone, so its gradient would be a part. Collective among these ranks; raises on all of them, or on none.
+    """
+    squares = []
+    for gradient in gradients.values():
+        own = gradient.to(torch.float64)
+        mean = ranks.sum(own) / ranks.size
+        squares.append(torch.stack([(own - mean).square().sum(), mean.square().sum()]))
+    if not squares:
+        return
+    apart, scale = (ranks.sum(torch.stack(squares)) / ranks.size).T.tolist()  # sync
+    least = _OF_ALL**2 * sum(scale)  # a gradient of 0 has no digits to compare
+    for name, error, size in zip(gradients, apart, scale, strict=True):
+        if error > max(least, _ALIKE**2 * size):
+            raise TaskError(
+                f"{name} has another gradient on each rank that divides the model: it is between layers whose outputs"
+                " are divided, so each rank sees a part of them. Give its module the word"
+                ' "replicated_with_grad_allreduce" in tensor_plan(), or divide other layers'
+            )
 
 
 def _cuts(model: nn.Module, plan: Plan, names: Mapping[nn.Parameter, str], degree: int) -> dict[str, list[TensorPart]]:
@@ -170,6 +198,11 @@ def _cuts(model: nn.Module, plan: Plan, names: Mapping[nn.Parameter, str], degre
             parameter = getattr(module, own, None)
             if parameter is None:
                 continue
+            if parameter not in names:
+                raise ConfigError(
+                    f"the plan for tensor parallelism divides {name}.{own}, which is computed from other parameters:"
+                    " give the model a tensor_plan() without this module, or a parameter there"
+                )
             full = names[parameter]
             parts = [TensorPart(full, tuple(parameter.shape), one.dim, at, degree, one.blocks) for at in range(degree)]
             assert found.get(full, parts) == parts, "the plan divides tied parameters alike"
@@ -198,13 +231,4 @@ def _replace_(
             for place, part in enumerate(parts):
                 one = found.setdefault(part.full_name, getattr(joined, f"original{place}"))
                 setattr(joined, f"original{place}", one)
-    return found
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    found = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(one), name) != name:
-            found[name] = first[id(one)]
     return found

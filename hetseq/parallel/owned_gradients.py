@@ -122,6 +122,12 @@ class OwnedGradients(WithoutRounds, OwnedUnits):
         views = (self._view(index) for index in np.flatnonzero(self.used).tolist())
         return norm_of([view for view in views if view is not None])
 
+    def whole_gradients(self) -> dict[int, torch.Tensor]:
+        """This rank's gradients so far of what all ranks that divide a model have whole, by their places."""
+        assert self._sent == 0, "gradients that were sent are gone"
+        places = [index for index in np.flatnonzero(self.used).tolist() if self.division.place_of(index) is None]
+        return {index: view for index in places if (view := self._view(index)) is not None}
+
     # how they are made
 
     def _make_unit(self, indices: list[int]) -> Unit:

@@ -52,6 +52,11 @@ class TensorPlaces:
         """The ranks that hold the parts at a place."""
         return [rank for rank, places in enumerate(self.of_ranks) if place is None or place in places]
 
+    def are_whole(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks hold all parts together."""
+        every = {place for places in self.of_ranks for place in places}
+        return {place for rank in ranks for place in self.of_ranks[rank]} == every
+
     def givers(self, place: int | None) -> frozenset[int]:
         """The ranks whose gradients of parameters at a place are added up."""
         return self.leaders if place is None else frozenset(self.holders(place))

@@ -23,8 +23,9 @@ from hetseq.comm.group import Group, RowTransport
 from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.divided_model import DividedModel
+from hetseq.parallel.divided_model import DividedModel, check_alike
 from hetseq.parallel.gradient_sync import GradientSync
+from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_names import is_dense
 from hetseq.parallel.owned_parameters import Fill, OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
@@ -233,6 +234,13 @@ class Replica:
         if self.owned is not None and self.owned.base & self.owned.fragments.keys():
             assert isinstance(self.reducer, OwnedParameters)
             self.reducer.take_base(build())
+
+    def check_whole_gradients(self) -> None:
+        """`divided_model.check_alike` of the gradients so far. Collective among the ranks that divide the model."""
+        assert self.divided is not None
+        assert isinstance(self.reducer, OwnedGradients)
+        names = self.trained_names
+        check_alike({names[index]: one for index, one in self.reducer.whole_gradients().items()}, self.divided.ranks)
 
     def is_owner(self, rank: int) -> bool:
         """Whether a rank owns a part of the state that no other rank has."""

@@ -52,6 +52,7 @@ class TaskState:
 
     def __init__(self, task: KeepsState, stream: Stream | None = None, *, is_script: bool = False) -> None:
         self._task, self._stream, self.is_script, self.step = task, stream, is_script, 0
+        self.refuses_tensors = False  # ranks divide the model
 
     @property
     def stays_ended(self) -> bool:
@@ -61,9 +62,15 @@ class TaskState:
     def content(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Live tensors by name (`task.<key>...`), and the record, which is JSON.
 
-        Raises TaskError for a value that neither JSON nor a tensor can hold.
+        Raises TaskError for a value that neither JSON nor a tensor can hold, and for a tensor where ranks
+        divide the model.
         """
         tensors, record = self._own()
+        if tensors and self.refuses_tensors:
+            raise TaskError(
+                f"state_dict() of {type(self._task).__name__} has the tensor {next(iter(tensors))}, of which ranks that"
+                " divide the model (--tensor-parallel-degree) may have different parts: keep numbers and text there"
+            )
         return tensors, record if self._stream is None else {**record, _STREAM: self._stream.state_dict()}
 
     def load(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any], *, goes_back: bool = False) -> None:

@@ -19,8 +19,8 @@ class TensorRanks:
 
     def __init__(self, size: int, place: int) -> None:
         self.size, self.place = size, place
-        self._group: Group = LocalGroup()
-        self._all: Group = self._group
+        self._group: Group | None = None  # of a rank whose peers are missing
+        self._all: Group = LocalGroup()
 
     def meet(self, group: Group, all_ranks: Group) -> None:
         """Communicate in `group` from now on, whose ranks are the places, with the deadlines of the group `all_ranks`.
@@ -32,6 +32,7 @@ class TensorRanks:
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks, with equal bits on all of them. Collective. Raises PeerLostError."""
+        assert self._group is not None, "a rank whose peers are missing computes nothing"
         total = part.clone(memory_format=torch.contiguous_format)
         self._group.deadline_s = self._all.deadline_s  # a step has another one than the start
         self._group.all_reduce_sum(total).wait()

@@ -86,7 +86,7 @@ class Rows:
         def forward(x: Tensor) -> Tensor:
             part = nn.functional.linear(split(x, ranks) if self.splits else x, module.weight)
             found = sum_over_ranks(part, ranks)
-            return found if module.bias is None else found + module.bias
+            return found if module.bias is None else found + module.bias.to(found.dtype)
 
         module.in_features //= ranks.size
         module.forward = forward
@@ -124,7 +124,7 @@ class RowsOfConv1D:
     def divide_(self, module: Any, ranks: TensorRanks) -> None:
         def forward(x: Tensor) -> Tensor:
             product = sum_over_ranks(x.reshape(-1, x.size(-1)) @ module.weight, ranks)
-            return product.add(module.bias).view(*x.shape[:-1], -1)
+            return product.add(module.bias.to(product.dtype)).view(*x.shape[:-1], -1)
 
         module.forward = forward
 
@@ -149,7 +149,8 @@ class VocabularyRows:
         def forward(words: Tensor) -> Tensor:
             local = words - begin  # any shape
             is_elsewhere = (local < 0) | (local >= rows)
-            found = whole_forward(local.masked_fill(is_elsewhere, 0))
+            is_word = (words >= 0) & (words < rows * ranks.size)  # another number is refused, as by the whole layer
+            found = whole_forward(local.masked_fill(is_elsewhere & is_word, 0))
             return sum_over_ranks(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), ranks)
 
         module.forward = forward

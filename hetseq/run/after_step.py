@@ -321,7 +321,10 @@ class AfterStep:
 
     def _accounted(self, result: StepResult) -> dict[str, Any]:
         """Where the time of a step went, rank by rank, with the names of the ranks."""
-        told = account(result.outcome.rows, shares=result.shares, work=result.work, seconds=result.seconds)
+        told = account(
+            result.outcome.rows, shares=result.shares, work=result.work, seconds=result.seconds,
+            samples=result.plan.size,
+        )  # fmt: skip
         return {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
 
     def _row(self, controller: Controller, result: StepResult) -> dict[str, Any]:

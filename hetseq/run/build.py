@@ -50,7 +50,7 @@ from hetseq.run.announcements import (
 from hetseq.run.base_again import base_again
 from hetseq.run.checkpointing import Provenance, Saver
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
-from hetseq.run.divided_ranks import in_step, meet
+from hetseq.run.divided_ranks import meet, sizes_in_step, validators_in_step
 from hetseq.run.image_making import make_images
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.owners import OwnersOfBefore, make_reducer, warn_of_no_save
@@ -199,9 +199,11 @@ def build_session(job: RankJob) -> Session:
         if job.is_first and is_untried and not job.layout.is_idle(job.group.rank):
             job.material.try_out(replica.reducer)
         sizes = micro_batch_sizes(job.config.data, job.material, job.directory)
+        if job.material.divided is not None:
+            sizes = sizes_in_step(sizes, job.group, job.layout, job.config.memory)
         validators = make_validators(job.config, job.material, sizes)
         if job.material.divided is not None:
-            sizes, validators = in_step(sizes, validators, job.group, job.layout)
+            validators = validators_in_step(validators, job.group, job.layout)
         if not job.layout.is_idle(job.group.rank):
             check_best_metric(job.config.validation, validators, job.material, replica.reducer)
         start = find_start(job, replica, undo)
@@ -474,7 +476,8 @@ def global_batch(config: DataConfig, group: RowTransport, layout: Layout) -> Glo
     rows = group.all_gather_rows(np.array([config.max_sentences or 0, config.max_tokens or 0], np.int64))
     if config.global_batch_size is not None:
         return GlobalBatch(config.global_batch_size)
-    samples, tokens = (int(total) for total in rows[list(layout.leaders)].sum(axis=0))
+    busy = [layout.leader_of(number) for number in layout.busy]
+    samples, tokens = (int(total) for total in rows[busy].sum(axis=0))
     if not samples and not tokens:
         raise ConfigError(
             "the size of a step is not given: say --batch-size N (samples of a rank's micro-batch), --max-tokens N,"

@@ -119,7 +119,8 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
         if config.data.data_by_host:  # then each host is meant to have another part
             fields[PART] = material.part
         else:
-            fields[LOSS] = _losses(material.trial, material.model)
+            is_divided = material.described is not None
+            fields[LOSS] = _DIVIDED if is_divided else _losses(material.trial, material.model)
             fields.update(_order_fields(train, config))
             splits[config.data.train_subset] = train
         if (vocabulary := getattr(train, "vocabulary_digest", None)) is not None:
@@ -283,6 +284,10 @@ def _initial(*tensors: torch.Tensor) -> str:
         flat = tensor.detach().reshape(-1)
         reading.take(flat[:: max(1, -(-flat.numel() // _MOST_VALUES))], str(number or ""))
     return reading.text(at_least=_INITIAL)
+
+
+#: the model is tried when its ranks have met
+_DIVIDED = f"{NOT_COMPARED}: ranks divide the model, and each has a part"
 
 
 def _losses(trial: LossTrial, model: torch.nn.Module) -> str:

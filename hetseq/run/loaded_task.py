@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from hetseq.parallel.host_numbers import HostNumbers
 from hetseq.parallel.model_layers import AUTO, find_layers
 from hetseq.parallel.offload_tiers import DiskTier, HostTier
 from hetseq.parallel.owned_names import owned_names
-from hetseq.parallel.replica import batch_norms, check_model
+from hetseq.parallel.replica import batch_norms, check_model, tied_names
 from hetseq.parallel.task_state import TaskState
 from hetseq.parallel.tensor_parallel import plan_of
 from hetseq.parallel.tensor_ranks import TensorRanks
@@ -113,7 +113,9 @@ class LoadedTask:
     @functools.cached_property
     def task_state(self) -> TaskState:
         """The values that the task keeps between steps, for all generations of the run."""
-        return TaskState(self.task, lanes_of(self.train), is_script=self.own_loop is not None)
+        state = TaskState(self.task, lanes_of(self.train), is_script=self.own_loop is not None)
+        state.refuses_tensors = self.divided is not None
+        return state
 
     @functools.cached_property
     def base(self) -> str | None:
@@ -218,6 +220,11 @@ def load_material(
 def _divided(task: Task, model: torch.nn.Module, config: Config, slot: int) -> DividedModel:
     """Divide a model by --tensor-parallel-degree, in place. Raises ConfigError where that cannot be exact."""
     section = config.distributed
+    if config.data.data_by_host:
+        raise ConfigError(
+            f"--tensor-parallel-degree {section.tensor_parallel_degree}: the ranks that hold one model compute the same"
+            " samples, and with --data-by-host each host has others: leave one of them out"
+        )
     if config.optimization.compile:
         raise ConfigError(
             f"--compile cannot compile the sums between the {section.tensor_degree} ranks that divide the model"
@@ -225,8 +232,9 @@ def _divided(task: Task, model: torch.nn.Module, config: Config, slot: int) -> D
         )
     seat = seat_of(slot, section.tensor_sizes())
     plan = plan_of(model, task.tensor_plan() if is_overridden(task, "tensor_plan") else None)
-    ranks = TensorRanks(seat.size, seat.place)
-    return divide_(model, plan, ranks, degree=section.tensor_degree, seed=section.tensor_parallel_seed)
+    ranks, tied = TensorRanks(seat.size, seat.place), tied_names(model)
+    divided = divide_(model, plan, ranks, degree=section.tensor_degree, seed=section.tensor_parallel_seed)
+    return replace(divided, tied=tied)
 
 
 def layers_of(model: torch.nn.Module, config: Config) -> dict[str, torch.nn.Module]:

@@ -27,7 +27,7 @@ from hetseq.parallel.owned_names import OwnedNames, owned_names
 from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import Division, OwnedUnits, ownerships_of
-from hetseq.run.divided_ranks import check_groups, groups_of_models, tensor_places
+from hetseq.run.divided_ranks import check_settings, groups_of_models, tensor_places
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.rank_groups import RULES, chosen_rule, ranks_in_groups
 from hetseq.run.rank_room import (
@@ -137,11 +137,13 @@ def make_reducer(
     if kind == "none":
         groups_of_ranks, fractions = groups_of_models(slots, config.tensor_sizes())
     else:
-        groups_of_ranks = ranks_in_groups(sizes or rule, rooms, room, weights, memory, slots)
+        groups_of_ranks = ranks_in_groups(
+            sizes or rule, rooms, room, weights, memory, slots, None if tensors is None else tensors.are_whole
+        )
         fractions, room = _divide(rooms, room, weights, memory, groups_of_ranks)
-    if tensors is not None:
-        check_groups(groups_of_ranks, tensors, config)
     owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
+    if tensors is not None and is_first:
+        check_settings(optimizer, described, group)
     elements = sum(parameter.numel() for parameter in parameters)
     on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
     if tensors is not None and not cuts_tensors:

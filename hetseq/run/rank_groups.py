@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hetseq.balance.memory_plan import Groups, Misfit, candidates, in_words
 from hetseq.balance.shares import NEGLIGIBLE_GAIN
@@ -63,11 +63,13 @@ def ranks_in_groups(
     weights: Sequence[float] | None,
     memory: StateMemory,
     slots: Sequence[int],
+    has_model: Callable[[Sequence[int]], bool] | None = None,
 ) -> Groups:
     """The groups of ranks that each hold all of the state; none if that is all of them.
 
     `rule`: one of `RULES`, or the sizes of the groups, by slot. A group that lost ranks, and with them the room for the
-    state, joins the first other one. `room` and `weights` as in `chosen_rule`.
+    state, joins the first other one; so does one of whose ranks `has_model` says that they lack parts of the model.
+    `room` and `weights` as in `chosen_rule`.
     """
     if rule == "all":
         return ()
@@ -75,6 +77,8 @@ def ranks_in_groups(
     groups = list(map(list, _by_key(keys)))
 
     def can_hold(group: Sequence[int]) -> bool:
+        if has_model is not None and not has_model(group):
+            return False
         if weights is not None:
             return any(weights[rank] for rank in group)
         return sum(room[rank] for rank in group) >= memory.bytes

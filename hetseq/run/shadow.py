@@ -26,7 +26,7 @@ from hetseq.cluster.membership.step_commit import Lineage, RowFormat, SaveStatus
 from hetseq.cluster.rendezvous.byte_stream import FrameReader
 from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import DistributedConfig
-from hetseq.errors import ConfigError, DisagreementError
+from hetseq.errors import DisagreementError
 from hetseq.parallel import portions as parts
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.checksums import checksums
@@ -72,11 +72,6 @@ class Shadow:
 
     def __init__(self, job: RankJob, closing: ExitStack) -> None:
         """`job` describes a rank alone; its state comes later."""
-        if job.config.distributed.tensor_degree > 1:
-            raise ConfigError(
-                f"--shadow follows a run whose ranks have the whole model, and --tensor-parallel-degree"
-                f" {job.config.distributed.tensor_parallel_degree} divides it: leave --shadow out"
-            )
         distributed = of_one_replica(job.config.distributed)
         data = replace(job.config.data, num_workers=0)  # none are fetched
         self._job = replace(job, config=replace(job.config, distributed=distributed, data=data))

@@ -83,6 +83,8 @@ class ShareComputer:
         self.place, self.clock = place_on(on.device, on.precision.storage), MicroBatchClock(on.device)
         self.throttle, self._noise_scale_every = throttle or Throttle(), noise_scale_every
         self._offload, self._has_told_of_offload = on.offload, False
+        #: whether the ranks that divide this model have yet to compare their gradients
+        self._is_uncompared = replica.divided is not None and replica.divided.ranks.size > 1
 
     def compute(
         self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]
@@ -103,10 +105,9 @@ class ShareComputer:
             assert refused is not None
             memory.release(self.device)  # only here, where no exception holds the frames and their tensors any more
             if self.replica.divided is not None and self.replica.divided.ranks.size > 1:
-                raise DeviceMemoryError(
-                    f"{self._complaint(refused.size)}. Ranks that divide a model do not make micro-batches smaller by"
-                    " themselves: give a smaller --batch-size"
-                )
+                what = f"a micro-batch of {refused.size} samples, which ranks that divide a model compute together"
+                remedy = "give a smaller --batch-size" if refused.size > 1 else "make samples or model smaller"
+                raise DeviceMemoryError(f"{self.name}: {memory.complaint(self.device, what, remedy)}")
             if not self.sizes.refuse(refused.size, refused.work):
                 raise DeviceMemoryError(self._complaint(refused.size))
             logger.warning(
@@ -135,8 +136,8 @@ class ShareComputer:
         self.replica.reducer.begin()
         self.clock.start()
         for number, batch in enumerate(data.micro_batches):
-            # kept back: gradients of a throttled rank until its sleep is over, and gradients that are measured
-            is_kept = self.throttle.is_on or (measures and number == 0)
+            # kept back: gradients of a throttled rank until its sleep is over, and gradients that are looked at
+            is_kept = self.throttle.is_on or ((measures or self._is_uncompared) and number == 0)
             if number == len(data.micro_batches) - 1 and not is_kept:
                 self.replica.reducer.expect_last()
             seed_everything(derive_seed(self.seed, data.plan.step, batch.start))
@@ -147,6 +148,9 @@ class ShareComputer:
             if peak is not None:
                 self.sizes.see(batch.size, peak.bytes)
             self.clock.mark()
+            if self._is_uncompared:
+                self._is_uncompared = False
+                self.replica.check_whole_gradients()
             if is_measured:
                 norm = self.replica.reducer.norm_so_far() / self.loss_scale
                 partial = PartialGradient(batch.size, norm**2)

@@ -103,6 +103,22 @@ def test_between_models_travels_what_travels_between_groups_and_within_one_only_
     assert alone_.own_parts == 2 * first.own_parts
 
 
+def test_a_parameter_between_divided_layers_is_refused_unless_its_gradients_are_added(tmp_path: Path) -> None:
+    line = words("--tensor-parallel-degree", "2")
+    for text in run_ranks(divided.refuse, 2, prepared(tmp_path / "refused"), line, divided.SlopedTask):
+        assert "layers.0.slope.weight has another gradient on each rank that divides the model" in text
+    task = divided.SummedSlopesTask
+    both = run_ranks(divided.losses, 2, prepared(tmp_path / "both"), line, task)
+    (one,) = run_ranks(divided.losses, 1, prepared(tmp_path / "one"), words("--shard-model", "state"), task)
+    assert both[0] == both[1] == pytest.approx(one, rel=1e-12)
+
+
+def test_settings_of_the_optimizer_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    size, more = LAYOUTS["2+1"]
+    for text in run_ranks(divided.refuse, size, prepared(tmp_path), words(*more), divided.ByNameTask):
+        assert "rank 2 gives the optimizer other settings for some parameter than rank 0" in text
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_model_of_transformers_is_divided_by_its_own_plan(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from hetseq import Task
 from hetseq.balance import ownership
 from hetseq.comm.group import GlooGroup, Group
+from hetseq.errors import ConfigError, TaskError
 from hetseq.parallel.divided_model import TensorPart
 from hetseq.task import make_task
 from tests.support.owned import Setting, session_of
@@ -35,12 +36,24 @@ class Block(nn.Module):
         return result
 
 
-class NextWord(nn.Module):
-    """A language model whose words are tied to its head."""
+class SlopedBlock(Block):
+    """A block with a trained number between the layers that are divided."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layers = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Block(), Block()])
+        self.slope = nn.PReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(self.slope(self.up(self.norm(x))))
+        return result
+
+
+class NextWord(nn.Module):
+    """A language model whose words are tied to its head."""
+
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(WORDS, WIDTH), nn.ModuleList([block(), block()])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
 
@@ -76,6 +89,46 @@ class NextWordTask(Task):
 
     def loss(self, model: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
         return {"loss": loss_of(model, sample["words"])}
+
+
+class SlopedTask(NextWordTask):
+    """The plan says nothing of what is between the divided layers."""
+
+    def build_model(self) -> nn.Module:
+        return NextWord(SlopedBlock)
+
+
+class SummedSlopesTask(SlopedTask):
+    def tensor_plan(self) -> dict[str, str]:
+        return {**PLAN, "layers.*.slope": "replicated_with_grad_allreduce"}
+
+
+class ByNameTask(NextWordTask):
+    """Weight decay by the ends of names, which a rank with the whole model calls otherwise."""
+
+    def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        names = {one: name for name, one in self.built.named_parameters()}
+        every = [one for group in parameter_groups for one in group["params"]]
+        biases = [one for one in every if names[one].endswith("bias")]
+        rest = [one for one in every if not names[one].endswith("bias")]
+        return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.1}])
+
+    def build_model(self) -> nn.Module:
+        self.built = super().build_model()
+        return self.built
+
+
+def refuse(group: Group, save_dir: str, words: list[str], task: type[Task]) -> str:
+    """What a training of this task is refused with."""
+    try:
+        _train(group, save_dir, words, functools.partial(make_task, task))
+    except (TaskError, ConfigError) as error:
+        return str(error)
+    return "trained"
+
+
+def losses(group: Group, save_dir: str, words: list[str], task: type[Task]) -> list[float]:
+    return _train(group, save_dir, words, functools.partial(make_task, task)).losses
 
 
 Piece = tuple[TensorPart | None, str, int, int, torch.Tensor]

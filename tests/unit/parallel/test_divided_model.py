@@ -50,7 +50,6 @@ def test_a_rank_alone_computes_with_all_parts_what_the_model_computes_whole() ->
     divided = divide_(model, plan_of(model, PLAN), TensorRanks(1, 0), degree=2, seed=0)
     assert torch.equal(model(words), right)
     assert {id(one) for one in model.parameters()} == {id(one) for one in divided.named.values()}
-    assert divided.tied == {"head.weight": "words.weight"}
 
 
 def test_ranks_at_all_places_name_the_same_parts_and_have_their_own() -> None:

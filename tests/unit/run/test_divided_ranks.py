@@ -9,31 +9,35 @@ import pytest
 
 from hetseq.balance.layout import layout_of
 from hetseq.comm.group import LocalGroup, Rows
-from hetseq.config.sections import DistributedConfig
+from hetseq.config.sections import DistributedConfig, MemoryConfig
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import ConfigError
-from hetseq.parallel.owned_units import TensorPlaces
-from hetseq.run.divided_ranks import check_groups, groups_of_models, in_step, meet
+from hetseq.run.divided_ranks import groups_of_models, meet, sizes_in_step, validators_in_step
 from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.validation import Validator
 
 
 class OneOf(LocalGroup):
-    """A rank among others that give these limits of samples and tokens."""
+    """A rank among others that give these limits of samples and tokens, and other facts of one number."""
 
-    def __init__(self, rank: int, limits: list[tuple[int | None, int | None]]) -> None:
+    def __init__(self, rank: int, limits: list[tuple[int | None, int | None]], facts: list[int] | None = None) -> None:
         super().__init__()
-        self.rank, self.world_size = rank, len(limits)
+        self.rank, self.world_size, self._facts = rank, len(limits), facts
         self._rows = np.array([[2**63 - 1 if one is None else one for one in row] for row in limits], np.int64)
 
     def all_gather_rows(self, row: Rows) -> Rows:
+        if len(row) == 1:
+            return np.array([[int(row[0]) + one] for one in self._facts or [0] * self.world_size], np.int64)
         assert row.tolist() == self._rows[self.rank].tolist()
         return self._rows
 
 
-def agreed(rank: int, limits: list[tuple[int | None, int | None]]) -> MicroBatchCap:
+LAYOUT = layout_of([0, 1, 2], (2, 1))
+
+
+def agreed(rank: int, limits: list[tuple[int | None, int | None]], facts: list[int] | None = None) -> MicroBatchCap:
     sizes = MicroBatchSizes(MicroBatchCap(*limits[rank]))
-    found, _ = in_step(sizes, [], OneOf(rank, limits), layout_of([0, 1, 2], (2, 1)))
-    return found.cap
+    return sizes_in_step(sizes, OneOf(rank, limits, facts), LAYOUT, MemoryConfig()).cap
 
 
 def test_ranks_of_one_model_cut_by_the_smallest_limits_and_others_by_their_own() -> None:
@@ -46,6 +50,22 @@ def test_ranks_of_one_model_that_count_tokens_on_one_of_them_only_are_refused() 
         agreed(0, [(8, None), (8, 64), (8, None)])
 
 
+def test_ranks_of_one_model_that_checkpoint_other_modules_are_refused() -> None:
+    limits: list[tuple[int | None, int | None]] = [(8, None)] * 3
+    assert agreed(0, limits, facts=[0, 0, 1]).samples == 8  # the third rank has a model of its own
+    with pytest.raises(ConfigError, match="different --checkpoint-modules"):
+        agreed(0, limits, facts=[0, 1, 1])
+
+
+def test_a_rank_with_a_model_of_its_own_may_cut_validation_by_its_memory() -> None:
+    limits: list[tuple[int | None, int | None]] = [(8, None), (4, None), (2, None)]
+    for rank, (samples, is_in_step) in enumerate([(4, True), (4, True), (2, False)]):
+        source: Any = None
+        validator = Validator("valid", source, MicroBatchCap(*limits[rank]), None, (), ())
+        (found,) = validators_in_step([validator], OneOf(rank, limits), LAYOUT)
+        assert (found.cap.samples, found.is_in_step) == (samples, is_in_step)
+
+
 def test_each_model_is_a_group_and_ranks_whose_model_is_not_whole_own_nothing() -> None:
     assert groups_of_models([0, 1], (2,)) == ((), (1.0, 1.0))
     assert groups_of_models([0, 1, 2], (2, 1)) == (((0, 1), (2,)), (1.0, 1.0, 1.0))
@@ -53,12 +73,12 @@ def test_each_model_is_a_group_and_ranks_whose_model_is_not_whole_own_nothing() 
     assert groups_of_models([0, 2, 3], (2,)) == ((), (0.0, 1.0, 1.0))
 
 
-def test_groups_that_lack_a_part_of_the_model_are_refused() -> None:
-    tensors = TensorPlaces(((0,), (1,), (0,), (1,)), (), frozenset({0, 2}))
-    config = DistributedConfig(shard_model="state", shard_groups="1+3", tensor_parallel_degree="2")
-    check_groups([(0, 1), (2, 3)], tensors, config)
-    with pytest.raises(ConfigError, match=r"--shard-groups 1\+3: the group \(0\) lacks a part of the model"):
-        check_groups([(0,), (1, 2, 3)], tensors, config)
+def test_groups_that_cut_a_model_are_refused() -> None:
+    DistributedConfig(shard_model="state", shard_groups="2+2", tensor_parallel_degree="2")
+    DistributedConfig(shard_model="state", shard_groups="3", tensor_parallel_degree="2+1")
+    for groups, slot in (("1+3", 1), ("3", 3), ("2+1+1", 3)):
+        with pytest.raises(ConfigError, match=f"--shard-groups .*: a group begins with rank {slot}, in the middle"):
+            DistributedConfig(shard_model="state", shard_groups=groups, tensor_parallel_degree="2")
 
 
 def test_a_run_without_any_whole_model_is_told_what_to_start() -> None:
