@@ -320,13 +320,14 @@ class Crews:
             self._next_word_s = now_s + TELL_EVERY_S
             lacking = self._generations.lacking
             more = f"{lacking} more rank{'' if lacking == 1 else 's'} (--min-ranks {self._min_ranks})"
-            place = "a host with its part of the data"
+            place, end = "a host with its part of the data", "Ctrl-C saves the state and ends the run"
             if not self._has_whole_model(self.living):
                 place = "the other ranks that hold parts of the model (--tensor-parallel-degree)"
+                end = "Ctrl-C ends the run, and its next start continues from the newest state in memory or on disk"
             story = "; ".join(self._story)
             text = (
                 f"{story + ': ' if story else ''}waiting for {more if lacking else place},"
-                f" {clock(until_s - now_s)} at most; Ctrl-C saves the state and ends the run"
+                f" {clock(until_s - now_s)} at most; {end}"
             )
             told = {self._sites[slot].node: slot for slot in sorted(self.living | self._shadows, reverse=True)}
             self.outbox.extend((slot, "tell", {"text": text}) for slot in sorted(told.values()))
