@@ -518,8 +518,8 @@ class Controller:
         work = self.planner.work(plan.epoch, plan.start, plan.stop)
         scale = state.loss_scale.factor if self._has_loss_scale else None
         return StepResult(
-            plan, outcome, held.counts, loss, held.rate, outcome.norm, seconds, work, shift, scale, state.best,
-            self.layout.by_rank(plan.shares), self.layout.at_leaders(plan.shares),
+            plan, outcome, held.counts, loss, held.rate, outcome.norm, seconds, work, shift, self.layout, scale,
+            state.best,
         )  # fmt: skip
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from hetseq.balance.layout import Layout
 from hetseq.cluster.membership.step_commit import Outcome
 from hetseq.data.loader import StepData
 from hetseq.data.plan import MicroBatchCap, StepPlan
@@ -34,11 +35,19 @@ class StepResult:
     seconds: float
     work: int  # the work of all its samples, in the unit by which they were divided among the ranks
     shift: Shift | None  # new shares decided after it
+    layout: Layout  # which ranks compute a share together
     loss_scale: float | None = None  # of the next step, if the precision has one
     best_before: float | None = None  # `best` of the training state, before a validation after this step
-    #: samples by rank; of ranks that compute a share together, each of them and the first alone
-    shares: tuple[int, ...] = ()
-    counted_shares: tuple[int, ...] = ()
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The samples of each rank; ranks that compute a share together have all of it."""
+        return self.layout.by_rank(self.plan.shares)
+
+    @property
+    def counted_shares(self) -> tuple[int, ...]:
+        """The samples of each rank, where a share that several ranks compute counts for the first of them."""
+        return self.layout.at_leaders(self.plan.shares)
 
 
 @dataclass(frozen=True)
