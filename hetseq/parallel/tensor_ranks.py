@@ -6,12 +6,31 @@ the life of a process, the group in which they communicate for one generation of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hetseq.comm.group import Group, LocalGroup
+
+class Pending(Protocol):
+    """A pending sum."""
+
+    def wait(self) -> None: ...
+
+
+class SumsInPlace(Protocol):
+    """What ranks need of a group (`comm.group`), which scripts of others do not load."""
+
+    #: seconds after which a sum that has not ended counts as a lost peer
+    deadline_s: float
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_reduce_sum(self, tensor: Tensor) -> Pending: ...
 
 
 class TensorRanks:
@@ -19,23 +38,24 @@ class TensorRanks:
 
     def __init__(self, size: int, place: int) -> None:
         self.size, self.place = size, place
-        self._group: Group | None = None  # of a rank whose peers are missing
-        self._all: Group = LocalGroup()
+        #: the group of these ranks, and of all ranks; None on a rank whose peers are missing
+        self._groups: tuple[SumsInPlace, SumsInPlace] | None = None
 
-    def meet(self, group: Group, all_ranks: Group) -> None:
+    def meet(self, group: SumsInPlace, all_ranks: SumsInPlace) -> None:
         """Communicate in `group` from now on, whose ranks are the places, with the deadlines of the group `all_ranks`.
 
         Any rank, alone.
         """
         assert (group.world_size, group.rank) == (self.size, self.place), "a group of these ranks, by place"
-        self._group, self._all = group, all_ranks
+        self._groups = group, all_ranks
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks, with equal bits on all of them. Collective. Raises PeerLostError."""
-        assert self._group is not None, "a rank whose peers are missing computes nothing"
+        assert self._groups is not None, "a rank whose peers are missing computes nothing"
+        group, all_ranks = self._groups
         total = part.clone(memory_format=torch.contiguous_format)
-        self._group.deadline_s = self._all.deadline_s  # a step has another one than the start
-        self._group.all_reduce_sum(total).wait()
+        group.deadline_s = all_ranks.deadline_s  # a step has another one than the start
+        group.all_reduce_sum(total).wait()
         return total
 
     def gather(self, part: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ hetseq/parallel/offload_tiers.py
 hetseq/parallel/state_move.py
     _exchange_unit: exchange.swap(outgoing, incoming).wait: as above
 hetseq/parallel/tensor_ranks.py
-    TensorRanks.sum: _group.all_reduce_sum(total).wait: as above
+    TensorRanks.sum: group.all_reduce_sum(total).wait: as above
 hetseq/parallel/whole_tensors.py
     _exchange: exchange.swap(messages, incoming).wait: as above
 hetseq/run/foreign_parts.py
