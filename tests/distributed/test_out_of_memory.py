@@ -24,7 +24,7 @@ from hetseq.comm.group import Group
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.run import build as build_module
+from hetseq.run import planning
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run_directory import RunDirectory
@@ -194,7 +194,7 @@ def learn_sizes(group: Group, save_dir: str, words: Words, free_bytes: int) -> L
     def learning(cap: MicroBatchCap, **flags: Any) -> MicroBatchSizes:
         return MicroBatchSizes(cap, **{**flags, "is_learning": True})
 
-    build_module.MicroBatchSizes = learning  # type: ignore[assignment, misc]
+    planning.MicroBatchSizes = learning  # type: ignore[assignment, misc]
     session, _ = session_of(group, save_dir, words)
     keep_diary(group, session)
     controller: Any = session.controller
