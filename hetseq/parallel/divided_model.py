@@ -66,7 +66,7 @@ class TensorPart:
 
     @property
     def rows(self) -> int:
-        """Into how many rows of `width` elements a part, and of as many times more elements the whole tensor, falls."""
+        """The rows of a part, of `width` elements each; those of the whole tensor are `degree` times as wide."""
         return math.prod(self.shape[: self.dim])
 
     @property
@@ -139,25 +139,20 @@ def divide_(model: nn.Module, plan: Plan, ranks: TensorRanks, *, degree: int, se
     cuts = _cuts(model, plan, names, degree)
     by_id = {id(one): name for one, name in names.items()}
     shapes = {name: torch.empty_like(one, device="meta") for one, name in names.items() if name in cuts}
-    for name, parts in cuts.items():
-        parameter = next(one for one, found in names.items() if found == name)
-        if not parameter.requires_grad:
+    for parameter, name in names.items():
+        if name in cuts and not parameter.requires_grad:
             raise ConfigError(
                 f"{name} is frozen, and the plan for tensor parallelism divides it: give the model a tensor_plan()"
                 " without its module, or train it"
             )
-        assert len(parts) == degree
     own = _replace_(model, cuts, by_id, ranks)
     if ranks.size > 1:
         compute_with_parts_(model, plan, ranks, seed=seed)
     named: dict[str, nn.Parameter] = {}
     for name, parameter in trained:
         for part in cuts.get(name, ()):
-            mine = own.get(part.full_name)
-            named[part.full_name] = (
-                nn.Parameter(torch.empty(part.part_shape, dtype=parameter.dtype, device="meta"))
-                if mine is None else mine
-            )  # fmt: skip
+            absent = nn.Parameter(torch.empty(part.part_shape, dtype=parameter.dtype, device="meta"))
+            named[part.full_name] = own.get(part.full_name, absent)
         if name not in cuts:
             named[name] = parameter
     every_part = {part.full_name: part for parts in cuts.values() for part in parts}

@@ -8,7 +8,7 @@ nothing of parts, and any layout can read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -99,9 +99,9 @@ def _exchange(
                 if low < high:
                     outgoing.setdefault(target, []).append(held[low - begin : high - begin])
     messages = {}
-    for target, pieces in outgoing.items():
+    for target, chosen in outgoing.items():
         if target != rank:
-            flat = torch.cat(pieces).view(torch.uint8)
+            flat = torch.cat(chosen).view(torch.uint8)
             messages[target] = exchange.memory(flat.numel(), torch.uint8, cpu)
             messages[target].copy_(flat)
     lists = {source: _spans(parts, source, rows[rank], reducer) for source in ranks} if rank in ranks else {}
@@ -115,15 +115,15 @@ def _exchange(
         exchange.release(message)
     if rank not in ranks:
         return None
+    arrived: dict[int, Sequence[Tensor]] = {rank: outgoing.get(rank, [])}
+    for source, message in incoming.items():
+        arrived[source] = message.view(dtype).split([high - low for _, low, high in lists[source]])
     first, last = rows[rank]
     own = {index: torch.empty((last - first) * part.width, dtype=dtype) for index, part in parts}  # rows of each part
-    for source, spans in lists.items():
-        given = iter(outgoing[rank]) if source == rank and spans else iter(())
-        if source != rank and spans:
-            given = iter(incoming[source].view(dtype).split([high - low for _, low, high in spans]))
-        for (index, low, high), piece in zip(spans, given, strict=True):
-            start = first * dict(parts)[index].width
-            own[index][low - start : high - start] = piece
+    starts = {index: first * part.width for index, part in parts}
+    for source, pieces in arrived.items():
+        for (index, low, high), piece in zip(lists[source], pieces, strict=True):
+            own[index][low - starts[index] : high - starts[index]] = piece
     found = torch.empty((last - first) * any_part.width * any_part.degree, dtype=dtype)
     for index, part in parts:
         part.put_(found, own[index])

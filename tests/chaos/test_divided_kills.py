@@ -1,6 +1,6 @@
-"""Ranks that hold one model together (`--tensor-parallel-degree`) are killed: another model goes on, the curve stays.
+"""Ranks that hold one model together (--tensor-parallel-degree) are killed: another model keeps the same curve.
 
-Three ranks, of which two divide a model and the third has it whole; without images only it has what is lost.
+Two ranks divide a model, and a third one has it whole. Without images only that third rank has the lost state.
 """
 
 from __future__ import annotations

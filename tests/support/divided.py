@@ -92,7 +92,7 @@ class NextWordTask(Task):
 
 
 class SlopedTask(NextWordTask):
-    """The plan says nothing of what is between the divided layers."""
+    """The plan leaves out the module between the divided layers."""
 
     def build_model(self) -> nn.Module:
         return NextWord(SlopedBlock)

@@ -1,4 +1,4 @@
-"""Keys of SageMaker's model-parallel library in a file of `--config`: what they mean, and what is refused."""
+"""Keys of SageMaker's model-parallel library in a file of `--config`: their meaning as options, and refusals."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def wander(
     groups: Sequence[Groups] = (),
     joiners: Sequence[int | None] = (),
 ) -> Facts:
-    """Own by one cut after the other; a copy that nobody cuts says what is right.
+    """Own by one cut after the other; an undivided copy gives the expected values.
 
     By cut: the `groups` of ranks, and the rank that has lost all it had, as one that joins; empty: none.
     """

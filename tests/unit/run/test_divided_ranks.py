@@ -1,4 +1,4 @@
-"""Ranks that divide a model: who owns, what they agree on, and what is refused."""
+"""Ranks that divide a model: owners, limits that they agree on, and options that are refused."""
 
 from __future__ import annotations
 
