@@ -103,6 +103,16 @@ def test_between_models_travels_what_travels_between_groups_and_within_one_only_
     assert alone_.own_parts == 2 * first.own_parts
 
 
+def test_validation_counts_each_sample_once(tmp_path: Path) -> None:
+    line = [one for one in words("--validate-interval-updates", "4") if one != "--disable-validation"]
+    size, more = LAYOUTS["2+1"]
+    ranks: list[Any] = run_ranks(divided.train, size, prepared(tmp_path / "divided"), [*line, *more], True)
+    (one,) = run_ranks(divided.train, 1, prepared(tmp_path / "one"), [*line, "--shard-model", "state"], True)
+    assert len(one.validations) >= 2
+    for facts in ranks:
+        assert facts.validations == pytest.approx(one.validations, rel=1e-12)
+
+
 def test_a_parameter_between_divided_layers_is_refused_unless_its_gradients_are_added(tmp_path: Path) -> None:
     line = words("--tensor-parallel-degree", "2")
     for text in run_ranks(divided.refuse, 2, prepared(tmp_path / "refused"), line, divided.SlopedTask):

@@ -140,6 +140,7 @@ class DividedFacts:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    validations: list[float] = field(default_factory=list)
     gradients: list[list[Piece]] = field(default_factory=list)  # by step, of what it owns
     parameters: list[Piece] = field(default_factory=list)
     elements: int = 0  # of the model in its memory
@@ -177,6 +178,7 @@ def _train(group: Group, save_dir: str, words: list[str], task_of: Callable[[Any
         session.train()
         facts.losses = [row["loss"] for row in recorder.rows]
         facts.norms = [row["grad_norm"] for row in recorder.rows]
+        facts.validations = [row["valid_loss"] for row in recorder.validations]
         replica.reducer.gather()
         facts.parameters = pieces(replica, lambda one: one)
         for name, one in replica.owned.fragments.items():

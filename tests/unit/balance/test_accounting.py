@@ -48,6 +48,16 @@ def test_busy_wait_and_communication_are_the_whole_step_of_every_rank(
     assert row["pace"] == busy.index(max(busy))
 
 
+def test_ranks_that_compute_a_share_together_have_the_speed_of_all_its_samples() -> None:
+    cost = Cost(0.0, 0.5)
+    ranks, step_s = cluster((2.0, 2.0), 0.0, cost=cost)
+    rows = rows_of(ranks)
+    both = account(rows, shares=[4, 4], work=4, seconds=step_s, samples=4)
+    alone = account(rows[:1], shares=[4], work=4, seconds=step_s)
+    assert both["ranks"]["per_sample_s"] == [0.5, 0.5]
+    assert alone["ranks"]["per_sample_s"] == [0.5]
+
+
 def test_the_parts_add_up_to_the_step_with_every_kind_of_work() -> None:
     # 10.5, 7 and 9 s of work, then 1.5 s of travel
     ranks = [

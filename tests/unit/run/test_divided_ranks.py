@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hetseq import config as options
 from hetseq.balance.layout import layout_of
 from hetseq.comm.group import LocalGroup, Rows
 from hetseq.config.sections import DistributedConfig, MemoryConfig
 from hetseq.data.plan import MicroBatchCap
-from hetseq.errors import ConfigError
+from hetseq.errors import ConfigError, DeviceMemoryError, TaskError
+from hetseq.parallel.owned_units import TensorPlaces
+from hetseq.parallel.tensor_ranks import TensorRanks
 from hetseq.run.divided_ranks import groups_of_models, meet, sizes_in_step, validators_in_step
+from hetseq.run.loaded_task import LoadedTask, load_material
+from hetseq.run.rank_groups import ranks_in_groups
+from hetseq.task import make_task
 from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.share import ShareComputer
 from hetseq.training.validation import Validator
+from tests.support.divided import NextWordTask
 
 
 class OneOf(LocalGroup):
@@ -105,3 +115,55 @@ def test_a_degree_that_is_none_is_refused(degree: str) -> None:
 def test_what_cannot_be_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DistributedConfig(tensor_parallel_degree="2", **options)
+
+
+def loaded(slot: int, *words: str) -> LoadedTask:
+    config = options.complete(options.parse(["--tensor-parallel-degree", "2", *words]))
+    return load_material(config, torch.device("cpu"), make_task(NextWordTask, config), slot=slot)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--compile",), "--compile cannot compile the sums between the 2 ranks that divide the model"),
+        (("--data-by-host",), "compute the same samples, and with --data-by-host each host has others"),
+    ],
+)
+def test_a_task_is_not_divided_beside_these_options(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(0, *words)
+
+
+def test_a_divided_task_knows_its_ties_and_keeps_no_tensors() -> None:
+    material = loaded(1)
+    assert material.divided is not None
+    assert material.divided.tied == {"head.weight": "words.weight"}
+    material.task.state_dict = lambda: {"average": torch.zeros(2)}  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match=r"state_dict\(\) of NextWordTask has the tensor .*average"):
+        material.task_state.content()
+
+
+def test_a_shadow_beside_divided_models_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="--shadow follows a run whose ranks have the whole model"):
+        DistributedConfig(tensor_parallel_degree="2", shadow=True, join="tcp://127.0.0.1:1", min_ranks=1)
+
+
+def test_a_group_that_lacks_a_part_of_the_model_joins_another_one() -> None:
+    rooms: Any = [SimpleNamespace(host=0)] * 3
+    tensors = TensorPlaces(((0,), (0,), (1,)), (), frozenset({1}))
+    memory: Any = SimpleNamespace(bytes=1)
+    for has_model, groups in ((None, ((0,), (1, 2))), (tensors.are_whole, ())):
+        assert ranks_in_groups((2,), rooms, [1, 1, 1], None, memory, [0, 2, 3], has_model) == groups
+
+
+def test_a_share_that_fits_no_memory_ends_the_run_with_a_smaller_batch_as_remedy() -> None:
+    computer: Any = ShareComputer.__new__(ShareComputer)
+    computer.device, computer.name, computer.sizes = torch.device("cpu"), "rank 0", MicroBatchSizes(MicroBatchCap(8))
+    computer.replica = SimpleNamespace(divided=SimpleNamespace(ranks=TensorRanks(2, 0)))
+    computer.attempt = lambda data, counts: (None, SimpleNamespace(size=8, work=8))
+    computer._cut_in_rounds = lambda data: False
+    data: Any = SimpleNamespace(micro_batches=[])
+    with pytest.raises(
+        DeviceMemoryError, match=r"a micro-batch of 8 samples, which ranks .*: give a smaller --batch-size"
+    ):
+        computer.compute(data, (), lambda data, cap: data)

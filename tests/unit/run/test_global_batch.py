@@ -29,3 +29,4 @@ def test_a_global_batch_has_a_micro_batch_of_each_group_and_not_of_each_rank() -
     ranks = Gathered([[8, 0], [8, 0], [2, 0]])
     assert global_batch(config, ranks, one_rank_each(3)).sample_limit(1) == 36
     assert global_batch(config, ranks, Layout(((0, 1), (2,)))).sample_limit(1) == 20
+    assert global_batch(config, ranks, Layout(((0, 1), (2,)), frozenset({1}))).sample_limit(1) == 16, "an idle group"
