@@ -97,8 +97,8 @@ def plan_of(model: nn.Module, task_plan: Mapping[str, str | ParallelStyle] | Non
                 plan[one] = style
     if not plan:
         raise ConfigError(
-            f"{name} has no plan for tensor parallelism: give it a method tensor_plan() that returns one, such as"
-            ' {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or take a model of transformers whose'
+            f"{name} has no plan for tensor parallelism: give it or its task a method tensor_plan(), which returns"
+            ' one as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or take a model of transformers whose'
             " configuration has a base_model_tp_plan, such as Llama"
         )
     _divide_ties_alike_(model, plan)

@@ -91,11 +91,21 @@ def _common_cap(cap: MicroBatchCap, group: Group, layout: Layout) -> MicroBatchC
     return replace(cap, samples=least[0], tokens=least[1])
 
 
-def check_settings(optimizer: torch.optim.Optimizer, names: OwnedNames, group: Group) -> None:
-    """Raise ConfigError unless all ranks give each parameter the same settings of the optimizer. Collective.
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, names: OwnedNames, group: Group, *, is_elementwise: bool, is_first: bool
+) -> None:
+    """Raise ConfigError for an optimizer that cannot update parts of a model as it would update the whole. Collective.
 
-    A rank that has the model alone has other names for its parameters, by which a task may choose settings.
+    It must be elementwise, and at the start of a run (`is_first`) have the same settings for a parameter on all ranks:
+    a rank that has the model alone has other names for its parameters, by which a task may choose settings.
     """
+    if not is_elementwise:
+        raise ConfigError(
+            f"--tensor-parallel-degree: {type(optimizer).__name__} updates whole tensors, of which ranks have parts:"
+            " take an optimizer that updates each element by itself, such as AdamW"
+        )
+    if not is_first:
+        return
     found = {}
     for settings in optimizer.param_groups:
         plain = {key: value for key, value in settings.items() if isinstance(value, _PLAIN)}

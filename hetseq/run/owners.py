@@ -27,7 +27,7 @@ from hetseq.parallel.owned_names import OwnedNames, owned_names
 from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
 from hetseq.parallel.owned_units import Division, OwnedUnits, ownerships_of
-from hetseq.run.divided_ranks import check_settings, groups_of_models, tensor_places
+from hetseq.run.divided_ranks import check_optimizer, groups_of_models, tensor_places
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.rank_groups import RULES, chosen_rule, ranks_in_groups
 from hetseq.run.rank_room import (
@@ -127,42 +127,35 @@ def make_reducer(
     if kind == "none":  # the ranks that divide the model hold all of its state
         rooms = rooms_of_ranks(list(model.parameters()), group, config)
     memory = memory_of(model, described, groups, is_wide=is_wide)
-    room = state_room(rooms, memory)
-    weights = None if config.own_weights() is None else _by_slot(config, slots)
-    rule, sizes = config.shard_groups, config.shard_group_sizes()
-    if rule == "auto":
-        number = max(one.rule for one in rooms)  # a rank that joins brings none
-        rule = RULES[number] if number >= 0 else _chosen_groups(rooms, room, weights, memory, group)
     tensors = None if divided is None else tensor_places(divided, slots, config.tensor_sizes())
+    rule, room = config.shard_groups, state_room(rooms, memory)
     if kind == "none":
         groups_of_ranks, fractions = groups_of_models(slots, config.tensor_sizes())
     else:
-        groups_of_ranks = ranks_in_groups(
-            sizes or rule, rooms, room, weights, memory, slots, None if tensors is None else tensors.are_whole
-        )
+        weights, are_whole = None if config.own_weights() is None else _by_slot(config, slots), None
+        if rule == "auto":
+            number = max(one.rule for one in rooms)  # a rank that joins brings none
+            rule = RULES[number] if number >= 0 else _chosen_groups(rooms, room, weights, memory, group)
+        if tensors is not None:
+            are_whole = tensors.are_whole
+        sizes = config.shard_group_sizes() or rule
+        groups_of_ranks = ranks_in_groups(sizes, rooms, room, weights, memory, slots, are_whole)
         fractions, room = _divide(rooms, room, weights, memory, groups_of_ranks)
     owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
-    if tensors is not None and is_first:
-        check_settings(optimizer, described, group)
+    if tensors is not None:
+        check_optimizer(optimizer, described, group, is_elementwise=cuts_tensors, is_first=is_first)
     elements = sum(parameter.numel() for parameter in parameters)
     on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
-    if tensors is not None and not cuts_tensors:
-        raise ConfigError(
-            f"--tensor-parallel-degree {config.tensor_parallel_degree}: {type(optimizer).__name__} updates whole"
-            " tensors, of which ranks have parts: take an optimizer that updates each element by itself, such as AdamW"
-        )
     hosts = tuple(one.host for one in rooms)
     division = Division(fractions, cuts_tensors, on_device, groups_of_ranks, hosts, tensors)
-    if is_first:
-        units = units_of(parameters, bucket_bytes)
+    if is_first and kind != "none":
+        units = units_of(parameters, bucket_bytes, tensors)
         if groups is not None:
             units = [unit for of_layer in groups for unit in of_layer]
-        elif tensors is not None:
-            units = units_of(parameters, bucket_bytes, tensors)
         ownerships = ownerships_of(parameters, units, division)
         ownership = ownerships[0]
         owned_by = [ownerships[division.number_of(rank)].owned_by(rank) for rank in range(len(rooms))]
-        lacking = [] if kind == "none" else _lacking_room(owned_by, ownership.total, room, memory.bytes)
+        lacking = _lacking_room(owned_by, ownership.total, room, memory.bytes)
         if lacking:
             raise _no_room(lacking, ownership, memory, names, optimizer, config, cuts_tensors=cuts_tensors)
     dtype = torch.float64 if is_wide else None

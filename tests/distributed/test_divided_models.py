@@ -129,6 +129,12 @@ def test_settings_of_the_optimizer_that_differ_between_ranks_are_refused(tmp_pat
         assert "rank 2 gives the optimizer other settings for some parameter than rank 0" in text
 
 
+def test_an_optimizer_that_updates_whole_tensors_is_refused(tmp_path: Path) -> None:
+    line = words("--tensor-parallel-degree", "2", "--optimizer", "lamb")
+    for text in run_ranks(divided.refuse, 2, prepared(tmp_path), line, divided.NextWordTask):
+        assert "Lamb updates whole tensors, of which ranks have parts" in text
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_model_of_transformers_is_divided_by_its_own_plan(tmp_path: Path) -> None:

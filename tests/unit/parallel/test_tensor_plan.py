@@ -65,8 +65,8 @@ class Tied(nn.Module):
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "no plan": (nn.Sequential(nn.Linear(2, 2)), None,
-                r"Sequential has no plan for tensor parallelism: give it a method tensor_plan\(\).* or take a model"
-                r" of transformers whose configuration has a base_model_tp_plan"),
+                r"Sequential has no plan for tensor parallelism: give it or its task a method"
+                r" tensor_plan\(\).* or take a model of transformers whose configuration has a base_model_tp_plan"),
     "a name": (nn.Sequential(nn.Linear(2, 2)), {"up": "colwise"},
                r"tensor_plan\(\) for Sequential divides up, which is no module of Sequential: expected names as in"),
     "a word": (nn.Sequential(nn.Linear(2, 2)), {"0": "column"},
