@@ -91,7 +91,7 @@ class Crews:
         self._next_word_s: float | None = None  # when the next message about missing ranks is due
 
     def _has_whole_model(self, slots: Iterable[int]) -> bool:
-        return has_whole_model(slots, self._sizes)
+        return self._sizes == (1,) or has_whole_model(slots, self._sizes)
 
     @classmethod
     def amid(
@@ -320,15 +320,17 @@ class Crews:
             self._next_word_s = now_s + TELL_EVERY_S
             lacking = self._generations.lacking
             more = f"{lacking} more rank{'' if lacking == 1 else 's'} (--min-ranks {self._min_ranks})"
-            place, end = "a host with its part of the data", "Ctrl-C saves the state and ends the run"
-            if not self._has_whole_model(self.living):
-                place = "the other ranks that hold parts of the model (--tensor-parallel-degree)"
-                end = "Ctrl-C ends the run, and its next start continues from the newest state in memory or on disk"
-            story = "; ".join(self._story)
+            before, most = "; ".join(self._story), clock(until_s - now_s)
+            before = f"{before}: " if before else ""
             text = (
-                f"{story + ': ' if story else ''}waiting for {more if lacking else place},"
-                f" {clock(until_s - now_s)} at most; {end}"
+                f"{before}waiting for {more if lacking else 'a host with its part of the data'},"
+                f" {most} at most; Ctrl-C saves the state and ends the run"
             )
+            if not lacking and not self._has_whole_model(self.living):
+                text = (
+                    f"{before}waiting for the other ranks that hold parts of the model (--tensor-parallel-degree),"
+                    f" {most} at most; Ctrl-C ends the run, and the next start continues from the newest state"
+                )
             told = {self._sites[slot].node: slot for slot in sorted(self.living | self._shadows, reverse=True)}
             self.outbox.extend((slot, "tell", {"text": text}) for slot in sorted(told.values()))
         return self._next_word_s - now_s
