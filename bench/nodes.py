@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PATIENCE_S = 600.0
 PORT = 29411
+HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, and TCP with its timestamps
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,22 @@ class Lab:
 
     def cable_bytes(self) -> list[tuple[int, int]]:
         """What each node has received by its cable so far, and what it has sent, all protocols included."""
+        return [(received, sent) for received, _, sent, _ in self._cable_counts()]
+
+    def payload_bytes(self) -> list[tuple[int, int]]:
+        """What each node has received by its cable so far, and what it has sent, without the headers of packets."""
+        return [
+            (received - packets * HEADER_BYTES, sent - sent_packets * HEADER_BYTES)
+            for received, packets, sent, sent_packets in self._cable_counts()
+        ]
+
+    def _cable_counts(self) -> list[tuple[int, int, int, int]]:
+        """Of each node: bytes and packets received by its cable so far, bytes and packets sent."""
         # of a process in the namespace: read at once, where a command inside would take tens of milliseconds
         pids = [host.enter[host.enter.index("-t") + 1] for host in self.hosts]
         tables = [Path(f"/proc/{pid}/net/dev").read_text() for pid in pids]
         fields = [line.split() for table in tables for line in table.splitlines() if "cable:" in line]
-        return [(int(line[1]), int(line[9])) for line in fields]
+        return [(int(line[1]), int(line[2]), int(line[9]), int(line[10])) for line in fields]
 
     def sent_bytes(self) -> int:
         """What has left all nodes by their cables so far."""

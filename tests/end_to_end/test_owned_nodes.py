@@ -63,7 +63,8 @@ class Lab:
             return ""
 
     def losses(self, nodes: Nodes, at: int) -> dict[int, float]:
-        rows = map(json.loads, self.read(nodes, at, "metrics.jsonl").splitlines())
+        lines = self.read(nodes, at, "metrics.jsonl").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
         return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
     def status(self, nodes: Nodes, at: int) -> dict[str, Any]:
