@@ -7,15 +7,16 @@ owners are there: a rank that joins owns nothing with `--own auto`, so it needs 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hetseq.balance.memory_plan import SHARD_MODELS, Groups, Layout, candidates, choose, in_words, own_fractions
-from hetseq.balance.ownership import GRAIN, Ownership
+from hetseq.balance.ownership import GRAIN
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
@@ -26,7 +27,7 @@ from hetseq.parallel.owned_gradients import OwnedGradients, units_of
 from hetseq.parallel.owned_names import OwnedNames, owned_names
 from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, refuse_shared_memory
-from hetseq.parallel.owned_units import Division, OwnedUnits, ownerships_of
+from hetseq.parallel.owned_units import Division, OwnedUnits, TensorPlaces, ownerships_of
 from hetseq.run.divided_ranks import check_optimizer, groups_of_models, tensor_places
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.rank_groups import RULES, chosen_rule, ranks_in_groups
@@ -91,79 +92,37 @@ def make_reducer(
     (`Replica.take_over_parts`). Parameters of `material` have memory afterwards, or owners. Raises ConfigError if the
     ranks have no room for the state.
     """
-    model, layers, fill = material.model, material.layers, material.fill
-    material.fill = None  # in a later generation the owners have the numbers
-    earlier = None if before is None else before.owned
-    # what has owners does not change when a task freezes some of it
-    described = owned_names(model, with_frozen=bool(layers)) if earlier is None else earlier.described
-    bucket_bytes, groups = int(config.bucket_cap_mb * _MIB), None
-    divided = material.divided
-    if divided is not None and earlier is None:
-        described = owned_names(model, with_frozen=False, divided=divided)
-    if layers:
-        groups = groups_of(model, layers, list(described.by_parameter), len(described.trained))
-    kind, rooms, is_wide = config.shard_model, list[RankRoom](), config.reduce_dtype is not None
-    if kind != "none":
-        parameters = list(model.parameters())
-        brought = Brought() if before is None else before.brought(parameters)
-        rooms = rooms_of_ranks(parameters, group, config, brought)
-    if kind == "auto":
-        number = max(one.kind for one in rooms)  # a rank that joins brings none
-        everything = memory_of(model, described, groups, is_wide=is_wide)
-        kind = SHARD_MODELS[number] if number >= 0 else _chosen(rooms, everything, group)
-        if kind != "all" and next(model.parameters()).device.type == "cpu":
-            keep_freed_memory()  # loading made way for parameters that come and go
-    if kind != "all":
-        groups = None
-        if divided is None:
-            described = owned_names(model, with_frozen=False) if earlier is None else described
-        if fill is not None:
-            absent = [parameter for parameter in model.parameters() if is_absent(parameter)]
-            make_present_(absent)
-            fill(absent)
-    names, parameters = described.by_parameter, list(described.by_parameter)
+    fill, material.fill = material.fill, None  # in a later generation the owners have the numbers
+    kind, names, layers, rooms = _what_has_owners(material, group, config, before)
+    model, divided, parameters = material.model, material.divided, list(names.by_parameter)
+    if kind != "all" and fill is not None:
+        absent = [parameter for parameter in model.parameters() if is_absent(parameter)]
+        make_present_(absent)
+        fill(absent)
+    bucket_bytes, is_wide = int(config.bucket_cap_mb * _MIB), config.reduce_dtype is not None
     if kind == "none" and divided is None:
         return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
     if kind == "none":  # the ranks that divide the model hold all of its state
         rooms = rooms_of_ranks(list(model.parameters()), group, config)
-    memory = memory_of(model, described, groups, is_wide=is_wide)
+    memory = memory_of(model, names, layers, is_wide=is_wide)
     tensors = None if divided is None else tensor_places(divided, slots, config.tensor_sizes())
-    rule, room = config.shard_groups, state_room(rooms, memory)
-    if kind == "none":
-        groups_of_ranks, fractions = groups_of_models(slots, config.tensor_sizes())
-    else:
-        weights, are_whole = None if config.own_weights() is None else _by_slot(config, slots), None
-        if rule == "auto":
-            number = max(one.rule for one in rooms)  # a rank that joins brings none
-            rule = RULES[number] if number >= 0 else _chosen_groups(rooms, room, weights, memory, group)
-        if tensors is not None:
-            are_whole = tensors.are_whole
-        sizes = config.shard_group_sizes() or rule
-        groups_of_ranks = ranks_in_groups(sizes, rooms, room, weights, memory, slots, are_whole)
-        fractions, room = _divide(rooms, room, weights, memory, groups_of_ranks)
-    owned, cuts_tensors = _owned_alike(model, optimizer, described, earlier, group)
+    parts = _parts(kind, rooms, memory, tensors, slots, group, config)
+    owned, cuts_tensors = _owned_alike(model, optimizer, names, None if before is None else before.owned, group)
     if tensors is not None:
-        check_optimizer(optimizer, described, group, is_elementwise=cuts_tensors, is_first=is_first)
+        check_optimizer(optimizer, names, group, is_elementwise=cuts_tensors, is_first=is_first)
     elements = sum(parameter.numel() for parameter in parameters)
     on_device = _device_elements(rooms[group.rank], device_room(rooms, memory)[group.rank], memory, elements)
     hosts = tuple(one.host for one in rooms)
-    division = Division(fractions, cuts_tensors, on_device, groups_of_ranks, hosts, tensors)
+    division = Division(parts.fractions, cuts_tensors, on_device, parts.groups, hosts, tensors)
     if is_first and kind != "none":
-        units = units_of(parameters, bucket_bytes, tensors)
-        if groups is not None:
-            units = [unit for of_layer in groups for unit in of_layer]
-        ownerships = ownerships_of(parameters, units, division)
-        ownership = ownerships[0]
-        owned_by = [ownerships[division.number_of(rank)].owned_by(rank) for rank in range(len(rooms))]
-        lacking = _lacking_room(owned_by, ownership.total, room, memory.bytes)
-        if lacking:
-            raise _no_room(lacking, ownership, memory, names, optimizer, config, cuts_tensors=cuts_tensors)
+        units = units_of(parameters, bucket_bytes, tensors) if layers is None else list(itertools.chain(*layers))
+        _refuse_lack_of_room(units, division, parts.room, memory, names, optimizer, config)
     dtype = torch.float64 if is_wide else None
     reducer: OwnedGradients | OwnedParameters
     if kind == "all":
         owned.has_layers, owned.earlier = True, {} if is_first else owned.held()
         begins = is_first and (fill or True)
-        reducer = OwnedParameters(model, layers, described, group, division, dtype=dtype, begins=begins)
+        reducer = OwnedParameters(model, material.layers, names, group, division, dtype=dtype, begins=begins)
     else:
         reducer = OwnedGradients(
             parameters, group, division, bucket_bytes=bucket_bytes, dtype=dtype, moved=owned.follow_
@@ -174,7 +133,7 @@ def make_reducer(
     in_use = device_memory.in_use_bytes(reducer.device)
     owned.planned_bytes = in_use + round(on_device / max(1, reducer.ownership.total) * to_come) + memory.moving_bytes
     if config.shard_groups == "auto":
-        owned.rule = rule
+        owned.rule = parts.rule
     if is_first:
         owned.adopt_(reducer, cut=group.generation)
         if group.rank == 0:
@@ -197,6 +156,72 @@ def warn_of_no_save(owned: OwnedState | None, group: Group, *, makes_images: boo
         " begin again where this start began; leave one of them out, or give every rank the whole state with"
         " --shard-model none"
     )
+
+
+def _what_has_owners(
+    material: LoadedTask, group: Group, config: DistributedConfig, before: OwnersOfBefore | None
+) -> tuple[str, OwnedNames, list[list[list[int]]] | None, list[RankRoom]]:
+    """What `--shard-model` says or chooses. Collective unless it is `none`.
+
+    Returns its value, the names of the parameters, with `all` their places by layer and unit, and the rooms of all
+    ranks, none if no parameter has an owner by `--shard-model`.
+    """
+    model, layers, divided, kind = material.model, material.layers, material.divided, config.shard_model
+    earlier = None if before is None else before.owned
+    # what has owners does not change when a task freezes some of it
+    with_frozen = bool(layers) and divided is None
+    names = owned_names(model, with_frozen=with_frozen, divided=divided) if earlier is None else earlier.described
+    rooms, units_by_layer = list[RankRoom](), None
+    if layers:
+        units_by_layer = groups_of(model, layers, list(names.by_parameter), len(names.trained))
+    if kind != "none":
+        parameters = list(model.parameters())
+        rooms = rooms_of_ranks(parameters, group, config, Brought() if before is None else before.brought(parameters))
+    if kind == "auto":
+        number = max(one.kind for one in rooms)  # a rank that joins brings none
+        everything = memory_of(model, names, units_by_layer, is_wide=config.reduce_dtype is not None)
+        kind = SHARD_MODELS[number] if number >= 0 else _chosen(rooms, everything, group)
+        if kind != "all" and next(model.parameters()).device.type == "cpu":
+            keep_freed_memory()  # loading made way for parameters that come and go
+    if kind == "all":
+        return kind, names, units_by_layer, rooms
+    if earlier is None and layers:
+        names = owned_names(model, with_frozen=False, divided=divided)
+    return kind, names, None, rooms
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """How large a part of the state each rank owns, and which ranks hold all of it together."""
+
+    groups: Groups
+    fractions: tuple[float, ...]
+    room: tuple[int, ...]  # bytes of each rank
+    rule: str  # of --shard-groups
+
+
+def _parts(
+    kind: str,
+    rooms: Sequence[RankRoom],
+    memory: StateMemory,
+    tensors: TensorPlaces | None,
+    slots: Sequence[int],
+    group: Group,
+    config: DistributedConfig,
+) -> _Parts:
+    """The parts of a generation, on all ranks the same. Raises ConfigError."""
+    rule, room = config.shard_groups, state_room(rooms, memory)
+    if kind == "none":
+        groups, fractions = groups_of_models(slots, config.tensor_sizes())
+        return _Parts(groups, fractions, room, rule)
+    weights = None if config.own_weights() is None else _by_slot(config, slots)
+    if rule == "auto":
+        number = max(one.rule for one in rooms)  # a rank that joins brings none
+        rule = RULES[number] if number >= 0 else _chosen_groups(rooms, room, weights, memory, group)
+    are_whole = None if tensors is None else tensors.are_whole
+    groups = ranks_in_groups(config.shard_group_sizes() or rule, rooms, room, weights, memory, slots, are_whole)
+    fractions, room = _divide(rooms, room, weights, memory, groups)
+    return _Parts(groups, fractions, room, rule)
 
 
 def _owned_alike(
@@ -265,28 +290,33 @@ def _lacking_room(owned: Sequence[int], total: int, room_bytes: Sequence[int], s
     return lacking
 
 
-def _no_room(
-    lacking: Sequence[str],
-    ownership: Ownership,
+def _refuse_lack_of_room(
+    units: Sequence[Sequence[int]],
+    division: Division,
+    room: Sequence[int],
     memory: StateMemory,
-    names: Mapping[torch.nn.Parameter, str],
+    names: OwnedNames,
     optimizer: torch.optim.Optimizer,
     config: DistributedConfig,
-    *,
-    cuts_tensors: bool,
-) -> ConfigError:
-    """The error for ranks that would own more than they have room for."""
+) -> None:
+    """Raise ConfigError, on all ranks the same, if a rank would own more than it has room for in bytes."""
+    ownerships = ownerships_of(list(names.by_parameter), units, division)
+    owned_by = [ownerships[division.number_of(rank)].owned_by(rank) for rank in range(len(room))]
+    total = ownerships[0].total
+    lacking = _lacking_room(owned_by, total, room, memory.bytes)
+    if not lacking:
+        return
     what = "parameters, optimizer state" if memory.has_layers else "optimizer state"
     reason = f"--own {config.own}: {', '.join(lacking)} for its part of {what} and gradient sums"
     remedy = "give weights by memory with --own, add a node with memory, which need not compute (--balance 3,1,0)"
-    if not cuts_tensors:
-        largest = max(names, key=torch.Tensor.numel)
+    if not division.cuts_tensors:
+        largest = max(names.by_parameter, key=torch.Tensor.numel)
         reason += (
-            f"; {type(optimizer).__name__} updates whole tensors, and {names[largest]} alone takes"
-            f" {in_words(largest.numel() / max(1, ownership.total) * memory.bytes)}"
+            f"; {type(optimizer).__name__} updates whole tensors, and {names.by_parameter[largest]} alone takes"
+            f" {in_words(largest.numel() / max(1, total) * memory.bytes)}"
         )
         remedy = "take an optimizer that updates each element by itself, such as AdamW, give weights with --own"
-    return ConfigError(f"{reason}: {remedy}, or raise --own-memory where it is set")
+    raise ConfigError(f"{reason}: {remedy}, or raise --own-memory where it is set")
 
 
 def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
