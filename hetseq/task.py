@@ -150,7 +150,8 @@ class Task:
 
     def tensor_plan(self) -> Mapping[str, Any]:
         """With `--tensor-parallel-degree`: how ranks divide the model, as in {"layers.*.up": "colwise",
-        "layers.*.down": "rowwise"}; keys are names of modules, with * for any one part of a name.
+        "layers.*.down": "rowwise"}; keys are names of modules, with * for any one part of a name. A tuple instead of
+        a word: the widths of `colwise` layers that lie side by side in one, as query, key and value often do.
 
         By default the plan that the model brings, as most models of transformers do.
         """

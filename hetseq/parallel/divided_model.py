@@ -32,15 +32,15 @@ _OF_ALL = 1e-4
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part at `place` of `degree` of a tensor with `shape`: an equal share of each of the `blocks` into which its
-    dimension `dim` is cut first."""
+    """The part at `place` of `degree` of a tensor with `shape`: an equal share of each of the blocks into which its
+    dimension `dim` is cut first. `blocks`: their widths in relation to each other."""
 
     name: str  # of the whole parameter
     shape: tuple[int, ...]
     dim: int
     place: int
     degree: int
-    blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
 
     @property
     def full_name(self) -> str:
@@ -54,15 +54,21 @@ class TensorPart:
     @property
     def offset(self) -> int | None:
         """The place of its first element in the whole tensor, in row-major order, if its elements follow each other."""
-        return self.place * self.width if self.rows == 1 == self.blocks else None
+        return self.place * self.width if self.rows == 1 == len(self.blocks) else None
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Where its share of each block is along `dim` of the whole tensor: begin and width."""
+        unit, found, begin = self.shape[self.dim] // sum(self.blocks), list[tuple[int, int]](), 0
+        for block in self.blocks:
+            width = block * unit // self.degree
+            found.append((begin + self.place * width, width))
+            begin += block * unit
+        return found
 
     def of(self, whole: Tensor) -> Tensor:
         """Its elements of the whole tensor, as new memory. Shape `part_shape`."""
-        width = self.shape[self.dim] // (self.degree * self.blocks)
-        pieces = [
-            whole.narrow(self.dim, (block * self.degree + self.place) * width, width) for block in range(self.blocks)
-        ]
-        return torch.cat(pieces, self.dim)
+        return torch.cat([whole.narrow(self.dim, begin, width) for begin, width in self.pieces], self.dim)
 
     @property
     def rows(self) -> int:
@@ -76,8 +82,12 @@ class TensorPart:
 
     def put_(self, whole: Tensor, part: Tensor) -> None:
         """Write some rows of the part to where they are in the same rows of the whole tensor; both are flat."""
-        view = whole.view(-1, self.blocks, self.degree, self.width // self.blocks)
-        view[:, :, self.place] = part.view(-1, self.blocks, self.width // self.blocks)
+        inner, start = math.prod(self.shape[self.dim + 1 :]), 0
+        rows, own = whole.view(-1, self.width * self.degree), part.view(-1, self.width)
+        for begin, width in self.pieces:
+            end = start + width
+            rows[:, begin * inner : (begin + width) * inner] = own[:, start * inner : end * inner]
+            start = end
 
 
 class JoinedParts(nn.Module):
@@ -88,9 +98,10 @@ class JoinedParts(nn.Module):
         self.parts = tuple(parts)
 
     def forward(self, *given: Tensor) -> Tensor:
-        first, blocks = self.parts[0], self.parts[0].blocks
-        pieces = [one.chunk(blocks, first.dim) for one in given]
-        return torch.cat([pieces[place][block] for block in range(blocks) for place in range(len(given))], first.dim)
+        first = self.parts[0]
+        widths = [width for _, width in first.pieces]
+        pieces = [one.split(widths, first.dim) for one in given]  # by place and block
+        return torch.cat([one for of_block in zip(*pieces, strict=True) for one in of_block], first.dim)
 
     def right_inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.of(whole) for part in self.parts)

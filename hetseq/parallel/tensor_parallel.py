@@ -38,6 +38,8 @@ from hetseq.parallel.tensor_styles import (
 )
 
 Plan = dict[str, Style]
+#: how a plan says how one module is divided
+Word = str | tuple[int, ...] | ParallelStyle
 
 #: the plans of models for which transformers has none, by `model_type`: for modules of the base model
 _OWN_PLANS: Mapping[str, Mapping[str, str]] = {
@@ -62,16 +64,17 @@ _OF_LINEAR: Mapping[str, Style] = {
     "rowwise_split_input": Rows(splits=True),
 }  # fmt: skip
 _OF_CONV1D: Mapping[str, Style] = {
-    "colwise": ColumnsOfConv1D(), "fused": ColumnsOfConv1D(blocks=3), "rowwise": RowsOfConv1D(),
+    "colwise": ColumnsOfConv1D(), "fused": ColumnsOfConv1D(blocks=(1, 1, 1)), "rowwise": RowsOfConv1D(),
 }  # fmt: skip
 _KEY_OR_VALUE = re.compile(r"(^|_)(k|v|key|value)(_|$)")
 
 
-def plan_of(model: nn.Module, task_plan: Mapping[str, str | ParallelStyle] | None = None) -> Plan:
+def plan_of(model: nn.Module, task_plan: Mapping[str, Word] | None = None) -> Plan:
     """How each module that is divided is divided, by its name; with tied weights, both modules.
 
-    `task_plan` maps names of modules, with `*` for any one part of a name, to words or torch's styles. None: what the
-    model's method `tensor_plan()` returns, if it has one, else the plan that it has in transformers or here.
+    `task_plan` maps names of modules, with `*` for any one part of a name, to words or torch's styles, or a Linear in
+    which several lie side by side to their widths. None: what the model's method `tensor_plan()` returns, if it has
+    one, else the plan that it has in transformers or here.
 
     Raises ConfigError for a model without one, an unknown word, a name that fits nothing, and modules that cannot be
     divided exactly.
@@ -79,7 +82,7 @@ def plan_of(model: nn.Module, task_plan: Mapping[str, str | ParallelStyle] | Non
     name = type(model).__name__
     written = getattr(model, "tensor_plan", None)
     if task_plan is None and callable(written):
-        task_plan = cast(Mapping[str, str | ParallelStyle], written())
+        task_plan = cast(Mapping[str, Word], written())
     given = dict(_own_plan(model) if task_plan is None else task_plan)
     source = f"the plan of {name}" if task_plan is None else f"the tensor_plan() for {name}"
     modules = dict(model.named_modules())
@@ -112,18 +115,21 @@ def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
         if isinstance(module, nn.Embedding):
             _check_divides(name, "a vocabulary", module.num_embeddings, "words", degree)
         elif isinstance(style, (Columns, ColumnsOfConv1D)):
-            outputs = _outputs(module) // (style.blocks if isinstance(style, ColumnsOfConv1D) else 1)
-            if name.rpartition(".")[2] in ("lm_head", "embed_out"):
-                _check_divides(name, "a vocabulary", outputs, "words", degree)
             around = model.get_submodule(name.rpartition(".")[0])
-            width = getattr(around, "head_dim", None)
-            if style.gives_divided and isinstance(width, int) and width > 0 and outputs % width == 0:
-                kind = "key-value" if _KEY_OR_VALUE.search(name.rpartition(".")[2]) else "attention"
-                _check_divides(name, f"{outputs // width} {kind} heads", outputs // width, "", degree)
+            head_width = getattr(around, "head_dim", None)
+            for at, block in enumerate(style.blocks):
+                outputs = _outputs(module) * block // sum(style.blocks)
+                if name.rpartition(".")[2] in ("lm_head", "embed_out"):
+                    _check_divides(name, "a vocabulary", outputs, "words", degree)
+                if style.gives_divided and isinstance(head_width, int) and head_width > 0 == outputs % head_width:
+                    heads, is_shared = outputs // head_width, at > 0 or _KEY_OR_VALUE.search(name.rpartition(".")[2])
+                    _check_divides(
+                        name, f"{heads} {'key-value' if is_shared else 'attention'} heads", heads, "", degree
+                    )
+                _check_divides(name, "a width", outputs, "outputs", degree)
             for attribute in _numbers_of_heads(around) if style.gives_divided else ():
                 number = getattr(around, attribute)
                 _check_divides(name, f"{attribute} {number} around it", number, "", degree)
-            _check_divides(name, "a width", outputs, "outputs", degree)
         elif isinstance(style, (Rows, RowsOfConv1D)):
             _check_divides(name, "a width", _inputs(module), "inputs", degree)
 
@@ -185,7 +191,13 @@ def _divide_parameters_(module: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, 
     for name, one in cuts.items():
         whole = getattr(module, name)
         if whole is not None:
-            placement = Shard(one.dim) if one.blocks == 1 else _StridedShard(one.dim, split_factor=one.blocks)
+            if len(set(one.blocks)) > 1:
+                raise ConfigError(
+                    "the plan for tensor parallelism divides a layer that consists of layers of different widths, which"
+                    " torch's FSDP cannot keep: use `hetseq train` or `hetseq.start`, or a tensor_plan() without it"
+                )
+            blocks = len(one.blocks)
+            placement = Shard(one.dim) if blocks == 1 else _StridedShard(one.dim, split_factor=blocks)
             divided = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(divided, requires_grad=whole.requires_grad))
 
@@ -259,9 +271,16 @@ def _has_parameter(model: nn.Module, pattern: str) -> bool:
     return any(_fits(pattern, name) for name, _ in model.named_parameters())
 
 
-def _style(name: str, module: nn.Module, word: str | ParallelStyle, source: str) -> Style | None:
+def _style(name: str, module: nn.Module, word: Word, source: str) -> Style | None:
     """The style for one module; None if it stays whole."""
     kind = type(module).__name__
+    if isinstance(word, tuple):
+        if not isinstance(module, nn.Linear) or sum(word) != module.out_features:
+            raise ConfigError(
+                f"{source} gives {name}, a {kind}, the widths {', '.join(map(str, word))}: expected a Linear whose"
+                " outputs are layers of these widths side by side"
+            )
+        return Columns(blocks=word)
     if isinstance(word, ParallelStyle):
         style = _style_of_torch(word) if isinstance(module, nn.Linear) else None
         if style is None:

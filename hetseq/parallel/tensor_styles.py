@@ -18,10 +18,13 @@ from hetseq.parallel.tensor_ranks import TensorRanks, gathered, split, sum_over_
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter is cut along `dim`, where it first consists of `blocks`, each of which is cut by itself."""
+    """A parameter is cut along `dim`, where it first consists of blocks, each of which is cut by itself.
+
+    `blocks`: their widths in relation to each other.
+    """
 
     dim: int
-    blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
 
 
 class Style(Protocol):
@@ -49,11 +52,19 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """The outputs of a Linear are divided; with `gathers` its result is whole again."""
+    """The outputs of a Linear are divided; with `gathers` its result is whole again.
+
+    `blocks` are the widths of layers that lie side by side in it, such as query, key and value; each is divided by
+    itself.
+    """
 
     gathers: bool = False
-    cuts: ClassVar = {"weight": Cut(0), "bias": Cut(0)}
+    blocks: tuple[int, ...] = (1,)
     takes_divided: ClassVar = False
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        return {"weight": Cut(0, self.blocks), "bias": Cut(0, self.blocks)}
 
     @property
     def gives_divided(self) -> bool:
@@ -96,10 +107,11 @@ class Rows:
 class ColumnsOfConv1D:
     """The outputs of a Conv1D (weight: inputs, outputs) are divided.
 
-    `blocks` projections lie side by side in its outputs, such as 3 for query, key and value: each is divided by itself.
+    `blocks` are the widths, in relation to each other, of projections that lie side by side in its outputs, such as
+    query, key and value; each is divided by itself.
     """
 
-    blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
     gives_divided: ClassVar = True
     takes_divided: ClassVar = False
 

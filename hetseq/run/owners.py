@@ -151,11 +151,12 @@ def warn_of_no_save(owned: OwnedState | None, group: Group, *, makes_images: boo
             " again where this start began; leave --no-save out"
         )
         return
+    # ranks that divide a model have no whole state
+    more = "" if owned.described.parts else ", or give every rank the whole state with --shard-model none"
     logger.warning(
         "--no-save with --memory-interval-updates 0 keeps no state: if a rank that owns a part of it is lost, all ranks"
-        " begin again where this start began; leave one of them out, or give every rank the whole state with"
-        " --shard-model none"
-    )
+        " begin again where this start began; leave one of them out%s", more,
+    )  # fmt: skip
 
 
 def _what_has_owners(

@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from hetseq.tasks.bert.model import BertConfig, BertForPreTraining, initialise_
+from hetseq.tasks.bert.model import TENSOR_PLAN, BertConfig, BertForPreTraining, initialise_
 from hetseq.tasks.bert.packing import Sequences
 from hetseq.tasks.nn.dropout import Dropout
 
@@ -33,6 +33,10 @@ class BertForTokenClassification(nn.Module):
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise_(module, self.config.initializer_range)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How ranks divide it (`hetseq.Task.tensor_plan`)."""
+        return dict(TENSOR_PLAN)
 
     def forward(
         self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences, positions: Tensor
@@ -58,6 +62,10 @@ class BertForSequenceClassification(nn.Module):
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise_(module, self.config.initializer_range)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How ranks divide it (`hetseq.Task.tensor_plan`)."""
+        return dict(TENSOR_PLAN)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences) -> Tensor:
         """Logits (n, labels), in the order of the samples, also for a packed batch."""

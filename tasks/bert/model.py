@@ -29,12 +29,17 @@ from hetseq.tasks.nn.dropout import Dropout
 from hetseq.tasks.nn.tied_embedding import Tied
 from hetseq.tasks.nn.vocabulary_loss import vocabulary_loss
 
-__all__ = ["TIED_NAMES", "BertConfig", "BertForPreTraining", "BertModel"]
+__all__ = ["TENSOR_PLAN", "TIED_NAMES", "BertConfig", "BertForPreTraining", "BertModel"]
 
 #: names in Hugging Face's state_dict that ours does not have -> the name of the same tensor in both
 TIED_NAMES = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+#: how ranks divide the encoder: one product makes queries, keys and values, so attention stays whole
+TENSOR_PLAN = {
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
 }
 
 
@@ -61,6 +66,10 @@ class BertForPreTraining(nn.Module):
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise_(module, self.config.initializer_range)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How ranks divide it (`hetseq.Task.tensor_plan`)."""
+        return dict(TENSOR_PLAN)
 
     def forward(
         self,

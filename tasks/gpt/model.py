@@ -65,6 +65,17 @@ class GptForCausalLM(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    def tensor_plan(self) -> dict[str, str | tuple[int, ...]]:
+        """How ranks divide it (`hetseq.Task.tensor_plan`): attention and MLP by heads and features.
+
+        The vocabulary stays whole: its size is often odd, and logits would have to be gathered.
+        """
+        divided = {"mlp.up": "colwise", "mlp.down": "rowwise", "attention.output": "rowwise"}
+        if self.config.is_gated:
+            divided["mlp.gate"] = "colwise"
+        plan: dict[str, str | tuple[int, ...]] = {f"layers.*.{name}": word for name, word in divided.items()}
+        return plan | {"layers.*.attention.qkv": tuple(qkv_widths(self.config))}
+
     def forward(self, input_ids: Tensor, target_positions: Tensor) -> Tensor:
         """Logits (m, vocab_size) at the positions that have a target, which is the next token.
 
@@ -164,25 +175,24 @@ class _Addend(nn.Linear):
 class _Attention(nn.Module):
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.heads, self.groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.widths = qkv_widths(config)
-        self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=config.attention_bias)
-        self.output = _Addend(self.heads * size, config.hidden_size, bias=config.attention_bias)
+        # ranks that divide the model have fewer heads of each kind
+        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, sum(qkv_widths(config)), bias=config.attention_bias)
+        self.output = _Addend(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
         self.dropout_rate = config.attention_dropout
         self.dropout = Dropout(config.residual_dropout)
 
     def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
-        query, key, value = (
-            part.unflatten(2, (heads, -1)).transpose(1, 2)  # (n, heads or groups, L, head_dim)
-            for part, heads in zip(
-                self.qkv(hidden).split(self.widths, dim=2), (self.heads, self.groups, self.groups), strict=True
-            )
-        )
+        heads, groups = self.num_heads, self.num_key_value_heads
+        of_all = self.qkv(hidden).unflatten(2, (heads + 2 * groups, self.head_dim))
+        # (n, heads or groups, L, head_dim)
+        query, key, value = (part.transpose(1, 2) for part in of_all.split((heads, groups, groups), dim=2))
         if rotation is not None:
             query, key = _turned(query, rotation), _turned(key, rotation)
-        if self.groups < self.heads:
+        if groups < heads:
             # explicit, since not every SDPA kernel supports groups: head h uses group h // (heads / groups)
-            key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
+            key, value = (part.repeat_interleave(heads // groups, dim=1) for part in (key, value))
         rate = self.dropout_rate if self.training else 0.0
         attended = attend(query, key, value, rate, is_causal=True)
         return cast(Tensor, self.dropout(self.output(attended.transpose(1, 2).flatten(2))))

@@ -16,15 +16,20 @@ from hetseq.parallel.tensor_ranks import TensorRanks
 from tests.support.divided import LENGTH, PLAN, WORDS, NextWord
 
 #: shape, divided dimension, blocks
-CUTS = [((8, 6), 0, 1), ((6, 8), 1, 1), ((4, 12), 1, 3), ((12,), 0, 3), ((12,), 0, 1), ((2, 8, 3), 1, 2)]
+CUTS = [
+    ((8, 6), 0, (1,)), ((6, 8), 1, (1,)), ((4, 12), 1, (1, 1, 1)), ((12,), 0, (1, 1, 1)), ((12,), 0, (1,)),
+    ((2, 8, 3), 1, (1, 1)), ((16, 3), 0, (8, 4, 4)), ((2, 16, 3), 1, (2, 1, 1)), ((10,), 0, (6, 4)),
+]  # fmt: skip
 
 
-def parts_of(shape: tuple[int, ...], dim: int, blocks: int) -> list[TensorPart]:
+def parts_of(shape: tuple[int, ...], dim: int, blocks: tuple[int, ...]) -> list[TensorPart]:
     return [TensorPart("w", shape, dim, place, 2, blocks) for place in range(2)]
 
 
 @pytest.mark.parametrize(("shape", "dim", "blocks"), CUTS)
-def test_a_part_knows_where_its_elements_are_in_the_whole_tensor(shape: tuple[int, ...], dim: int, blocks: int) -> None:
+def test_a_part_knows_where_its_elements_are_in_the_whole_tensor(
+    shape: tuple[int, ...], dim: int, blocks: tuple[int, ...]
+) -> None:
     whole = torch.arange(math.prod(shape)).view(shape)
     again = torch.full((math.prod(shape),), -1)
     for part in parts_of(shape, dim, blocks):
@@ -35,11 +40,11 @@ def test_a_part_knows_where_its_elements_are_in_the_whole_tensor(shape: tuple[in
         if part.offset is not None:
             assert values.flatten().tolist() == list(range(part.offset, part.offset + values.numel()))
     assert again.tolist() == whole.flatten().tolist()
-    assert (parts_of(shape, dim, blocks)[0].offset is not None) == ((dim, blocks) == (0, 1))
+    assert (parts_of(shape, dim, blocks)[0].offset is not None) == ((dim, blocks) == (0, (1,)))
 
 
 @pytest.mark.parametrize(("shape", "dim", "blocks"), CUTS)
-def test_the_parts_of_all_places_are_the_whole(shape: tuple[int, ...], dim: int, blocks: int) -> None:
+def test_the_parts_of_all_places_are_the_whole(shape: tuple[int, ...], dim: int, blocks: tuple[int, ...]) -> None:
     whole, joined = torch.randn(shape), JoinedParts(parts_of(shape, dim, blocks))
     assert torch.equal(joined(*joined.right_inverse(whole)), whole)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hetseq.errors import ConfigError
 from hetseq.parallel.tensor_parallel import check_plan, gradient_norm, plan_of
-from tests.support import tiny_models
+from tests.support import gpt, tiny_models
 
 HEADS = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12,
          "num_hidden_layers": 1}  # fmt: skip
@@ -71,6 +71,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
                r"tensor_plan\(\) for Sequential divides up, which is no module of Sequential: expected names as in"),
     "a word": (nn.Sequential(nn.Linear(2, 2)), {"0": "column"},
                r"tensor_plan\(\) for Sequential gives 0, a Linear, the word 'column', .* one of colwise"),
+    "widths": (nn.Sequential(nn.Linear(2, 6)), {"0": (4, 4)},
+               r"tensor_plan\(\) for Sequential gives 0, a Linear, the widths 4, 4: expected a Linear whose outputs"),
     "a module": (nn.Sequential(nn.Conv2d(2, 2, 1)), {"0": "colwise"}, r"gives 0, a Conv2d, the word 'colwise'"),
     "a style": (nn.Sequential(nn.LayerNorm(2)), {"0": SequenceParallel()},
                 r"gives 0, a LayerNorm, the style SequenceParallel: of torch's styles HetSeq takes"),
@@ -100,6 +102,8 @@ UNEVEN: dict[str, tuple[Any, int, str]] = {
     "key-value heads": ((llama, {}), 4, r"layers.0.self_attn.k_proj has 2 key-value heads, which 4 tensor"),
     "vocabulary": ((llama, {"vocab_size": 301}), 2, r"model.embed_tokens has a vocabulary of 301 words, which 2"),
     "feed-forward": ((llama, {"intermediate_size": 13}), 2, r"mlp.gate_proj has a width of 13 outputs, which 2 tensor"),
+    "fused heads of unequal numbers": ((gpt.make_model, {"config": gpt.LLAMA}), 4,
+                                       r"layers.0.attention.qkv has 2 key-value heads, which 4 tensor"),
     "fused heads": ((gpt2, {"n_head": 3}), 2, r"h.0.attn.c_attn has 3 attention heads, which 2 tensor"),
 }  # fmt: skip
 
