@@ -115,21 +115,7 @@ def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
         if isinstance(module, nn.Embedding):
             _check_divides(name, "a vocabulary", module.num_embeddings, "words", degree)
         elif isinstance(style, (Columns, ColumnsOfConv1D)):
-            around = model.get_submodule(name.rpartition(".")[0])
-            head_width = getattr(around, "head_dim", None)
-            for at, block in enumerate(style.blocks):
-                outputs = _outputs(module) * block // sum(style.blocks)
-                if name.rpartition(".")[2] in ("lm_head", "embed_out"):
-                    _check_divides(name, "a vocabulary", outputs, "words", degree)
-                if style.gives_divided and isinstance(head_width, int) and head_width > 0 == outputs % head_width:
-                    heads, is_shared = outputs // head_width, at > 0 or _KEY_OR_VALUE.search(name.rpartition(".")[2])
-                    _check_divides(
-                        name, f"{heads} {'key-value' if is_shared else 'attention'} heads", heads, "", degree
-                    )
-                _check_divides(name, "a width", outputs, "outputs", degree)
-            for attribute in _numbers_of_heads(around) if style.gives_divided else ():
-                number = getattr(around, attribute)
-                _check_divides(name, f"{attribute} {number} around it", number, "", degree)
+            _check_columns(model, name, style, degree)
         elif isinstance(style, (Rows, RowsOfConv1D)):
             _check_divides(name, "a width", _inputs(module), "inputs", degree)
 
@@ -317,6 +303,25 @@ def _style_of_torch(style: ParallelStyle) -> Style | None:
     if isinstance(style, RowwiseParallel):
         return Rows(splits=style.input_layouts[0].is_replicate())
     return None
+
+
+def _check_columns(model: nn.Module, name: str, style: Columns | ColumnsOfConv1D, degree: int) -> None:
+    parent, _, own = name.rpartition(".")
+    around = model.get_submodule(parent)
+    head_width = getattr(around, "head_dim", None)
+    if not (style.gives_divided and isinstance(head_width, int) and head_width > 0):
+        head_width = None
+    for at, block in enumerate(style.blocks):
+        outputs = _outputs(model.get_submodule(name)) * block // sum(style.blocks)
+        if own in ("lm_head", "embed_out"):
+            _check_divides(name, "a vocabulary", outputs, "words", degree)
+        if head_width is not None and outputs % head_width == 0:
+            kind = "key-value" if at > 0 or _KEY_OR_VALUE.search(own) else "attention"
+            _check_divides(name, f"{outputs // head_width} {kind} heads", outputs // head_width, "", degree)
+        _check_divides(name, "a width", outputs, "outputs", degree)
+    for attribute in _numbers_of_heads(around) if style.gives_divided else ():
+        number = getattr(around, attribute)
+        _check_divides(name, f"{attribute} {number} around it", number, "", degree)
 
 
 def _check_embedding(name: str, module: nn.Embedding) -> None:
