@@ -63,6 +63,7 @@ def run_of(block: Block) -> list[str]:
     return [command for command in block.commands() if not {DATA, DATA_RUN} & set(shlex.split(command))]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_quickstart_needs_a_wheel_and_no_checkout(newcomer: Newcomer) -> None:
     newcomer.types(*titled("install.md", "a wheel file, for nodes without the checkout"), folder="checkout")

@@ -10,6 +10,7 @@ import pytest
 from hetseq.errors import EXIT_DONE, EXIT_STOPPED
 from hetseq.monitor.metrics import read_events, read_rows
 from tests.chaos import runs
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Stock
 from tests.support.places import tcp
 from tests.support.watched import LAYERS, write_task
@@ -75,7 +76,7 @@ def check(course: Course, name: str, calm: dict[int, float]) -> None:
     assert worst <= CURVE, f"{worst:.1e}"
 
 
-@pytest.mark.parametrize("own", ["2,1,0", "auto"])
+@pytest.mark.parametrize("own", ["2,1,0", *nightly("auto")])
 def test_a_node_joins_and_an_owner_leaves_on_request(nodes: Nodes, calm: dict[int, float], own: str) -> None:
     course = Course(nodes, own=own)
     head = course.start("a")
@@ -93,6 +94,7 @@ def test_a_node_joins_and_an_owner_leaves_on_request(nodes: Nodes, calm: dict[in
     check(course, "a", calm)
 
 
+@pytest.mark.nightly
 def test_either_run_directory_alone_begins_the_run_again(nodes: Nodes, calm: dict[int, float]) -> None:
     course = Course(nodes, own="2,1", save_interval_updates=10)
     first = course.start("a")

@@ -161,6 +161,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 # Memory.
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_a_lora_run_in_bf16_holds_its_base_once(tmp_path: Path) -> None:
     """As the benchmark measures it, in a size in which a second copy of the base exceeds the bar by far."""

@@ -63,6 +63,7 @@ def test_a_run_goes_on_from_a_tag_as_if_it_had_never_stopped(tmp_path: Path, sta
     assert facts["tags"] == ["global_step5", "global_step3"]
 
 
+@pytest.mark.nightly
 def test_two_ranks_save_their_parts_of_the_optimizer_into_one_tag(tmp_path: Path) -> None:
     both = facts_of(tmp_path, 2, 2)
     for facts in both:

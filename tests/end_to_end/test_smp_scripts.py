@@ -58,12 +58,14 @@ def test_a_script_has_the_curve_of_fully_shard(name: str) -> None:
     assert farthest(plain, plain[1:] + plain[:1]) > 1e-3
 
 
+@pytest.mark.nightly
 def test_hybrid_groups_of_two_among_four_ranks_have_the_curve_of_one_replica_and_of_four(tmp_path: Path) -> None:
     hybrid = curve(4, SCRIPTS / "fsdp.py")
     assert farthest(hybrid, curve(2, SCRIPTS / "fsdp.py")) <= 1e-12
     assert farthest(hybrid, curve(4, script(tmp_path, "fsdp", hybrid_shard_degree=1))) <= 1e-12
 
 
+@pytest.mark.nightly
 def test_two_groups_that_share_tensors_have_the_curve_of_one() -> None:
     pytest.importorskip("transformers")
     path = SCRIPTS / "tensor_parallel.py"

@@ -49,6 +49,7 @@ def pcs(tmp_path: Path) -> Iterator[tuple[Pc, Pc]]:
         yield pcs
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_two_pcs_train_by_the_commands_of_the_page(pcs: tuple[Pc, Pc], tmp_path: Path) -> None:
     lab_a, lab_b = pcs
