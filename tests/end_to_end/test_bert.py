@@ -126,6 +126,7 @@ def test_what_is_missing_or_disagrees_is_said(
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
+@pytest.mark.nightly
 def test_a_fresh_head_is_told_where_training_begins_with_it_alone(tmp_path: Path) -> None:
     labelled.write_network(tmp_path)
     model = BertForPreTraining(BertConfig(**labelled.CONFIG))

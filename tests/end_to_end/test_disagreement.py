@@ -284,7 +284,7 @@ def test_a_rank_beyond_the_world(nodes: Nodes, where: str, misplaced: tuple[int,
 # ------------------------------------------------------------------------------------------- the secret, the runs
 
 
-@pytest.mark.parametrize("where", ["tcp", "directory"])
+@pytest.mark.parametrize("where", ["tcp", *nightly("directory")])
 def test_secret(nodes: Nodes, where: str) -> None:
     """Whoever has another secret is a stranger: he is refused, and the head that heard him says so and waits on."""
     place = PLACES[where](nodes.folder)

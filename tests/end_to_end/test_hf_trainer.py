@@ -136,6 +136,7 @@ EARLY = {"patience": 2, "threshold": 0.3, "load_best_model_at_end": True, "eval_
          "save_strategy": "epoch", "num_train_epochs": 20, "save_total_limit": 2}  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_early_stopping_ends_at_the_step_of_the_trainer_with_its_best_model(tmp_path: Path) -> None:
     trainer, ours = tmp_path / "trainer", tmp_path / "ours"
     assert train_alone(trainer, "Trainer", EARLY).code == 0

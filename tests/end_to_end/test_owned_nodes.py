@@ -17,6 +17,7 @@ import pytest
 from hetseq.errors import EXIT_DONE
 from tests.support.commands import ROOT
 from tests.support.hosts import Host, two_hosts
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Process, Stock
 from tests.support.trials import until
 
@@ -133,7 +134,7 @@ def test_an_owner_that_leaves_gives_its_part_to_the_others(nodes: Nodes, lab: La
     assert worst(lab.losses(nodes, 1 - leaver), calm) <= TOLERANCE
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *nightly(1)])
 def test_an_owner_that_dies_sends_all_back_to_the_newest_state(
     nodes: Nodes, lab: Lab, calm: dict[int, float], victim: int
 ) -> None:

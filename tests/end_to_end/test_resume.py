@@ -21,6 +21,7 @@ from hetseq.checkpoint import read_history
 from hetseq.checkpoint.arena import Arena
 from hetseq.run_directory import RunDirectory
 from tests.support import forked
+from tests.support.nightly import nightly
 from tests.support.trials import (
     checkpoints,
     curve,
@@ -294,7 +295,7 @@ def test_the_command_line_wins_for_the_optimizer_and_is_refused_for_the_rest(tmp
 
 
 @pytest.mark.fault("FT-11")
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *nightly(1)])
 def test_kill_9_during_a_save_6_times_by_command_line(tmp_path: Path, world: int) -> None:
     draw, run, torn_off = random.Random(), tmp_path / "run", 0
     last = 0

@@ -335,7 +335,7 @@ def test_two_shadows_one_after_the_other(nodes: Nodes, calm: dict[int, float]) -
     assert len(takeovers(course)) == 2
 
 
-@pytest.mark.parametrize("words", [(), SHARDED[:4]], ids=["replicas", "owners"])
+@pytest.mark.parametrize("words", [SHARDED[:4], *nightly(())], ids=["owners", "replicas"])
 def test_a_step_brings_the_shadow_the_bytes_of_its_gradient(nodes: Nodes, words: tuple[str, ...]) -> None:
     task = nodes.folder / "wide_task.py"
     task.write_text(WIDE)

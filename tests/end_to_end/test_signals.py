@@ -24,6 +24,7 @@ from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.run_directory import RunDirectory
 from tests.support import forked
 from tests.support.commands import ROOT, TRAIN, Finished, start_command
+from tests.support.nightly import nightly
 from tests.support.trials import (
     Trial,
     curve,
@@ -111,7 +112,7 @@ def no_imports() -> None:
 
 
 @pytest.mark.fault("FT-9", "FT-10")
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [3, *nightly(1)])
 def test_a_stop_signal_to_launcher_group_or_worker_saves_and_the_same_command_goes_on_bit_equal(
     tmp_path: Path, world: int
 ) -> None:
@@ -482,7 +483,7 @@ def test_a_reader_that_goes_away_hangs_nothing(tmp_path: Path, streams: str) -> 
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+@pytest.mark.parametrize("kind", ["terminal", *nightly("pipe")])
 def test_a_reader_that_reads_nothing_stops_no_rank_and_what_it_misses_is_in_a_file(tmp_path: Path, kind: str) -> None:
     (tmp_path / "chatty_task.py").write_text(CHATTY)
     words = [*PLAIN, "--save-dir", str(tmp_path / "run"), "--distributed-world-size", "2", "--step-deadline", "60"]
