@@ -58,7 +58,7 @@ def check_each_goes_back_in_place(run: Run, undisturbed: Calm) -> None:
     assert sum(times - 1 for times in begun.values()) <= sum(distances)
 
 
-shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+shared_or_not = pytest.mark.parametrize("shares_memory", [False, *nightly(True)], ids=["gloo", "shared"])
 
 
 @pytest.mark.fault("FT-1", "FT-2")

@@ -72,7 +72,7 @@ def check_each_goes_back(run: Run, undisturbed: Calm) -> None:
 
 
 SAVING = {"save_interval_updates": 5, "no_epoch_checkpoints": True, "memory_interval_updates": 0}
-shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+shared_or_not = pytest.mark.parametrize("shares_memory", [True, *nightly(False)], ids=["shared", "gloo"])
 
 
 @pytest.mark.fault("FT-1", "FT-2")

@@ -228,6 +228,7 @@ def test_a_cut_that_is_shorter_than_the_deadline(lab: Lab, nodes: Nodes, calm: O
     assert not [event for event in lab.outcome(0, 0, "", nodes.folder).events if event["event"] == "generation"]
 
 
+@pytest.mark.long
 @pytest.mark.fault("FT-5")
 def test_over_tcp_the_side_without_the_head_saves_and_stops(lab: Lab, nodes: Nodes, calm: Outcome) -> None:
     head, other = begin(lab, nodes, f"tcp://{lab.hosts[0].address}:{free_port()}")

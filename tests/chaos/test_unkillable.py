@@ -203,6 +203,7 @@ def test_writers_that_hang_in_the_middle_of_a_run_cost_saves_and_nothing_else(
     check_writers(living_under(os.getpid()) - before, mount)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mount", [part_of(STEPS)], indirect=True)
 def test_writers_that_hang_at_the_end_of_a_run_do_not_hold_it(nodes: Nodes, mount: CachedMount) -> None:
     before = living_under(os.getpid())
