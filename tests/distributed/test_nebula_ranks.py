@@ -29,6 +29,7 @@ def default_group(group: Any, store: str) -> Iterator[None]:
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(store, group.world_size), rank=group.rank, world_size=group.world_size
     )
+    distributed.barrier()  # a rank that ends at once may not take its links away while another one still connects
     try:
         yield
     finally:
