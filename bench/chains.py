@@ -7,9 +7,9 @@ all of its optimizer state. With `--shard-model state` a step moves the paramete
 their gradients to the server. Directly its cable carries each four times; in a chain once, and a cable between two
 others carries both twice. Runs take turns; a step is the median from row to row, by the clock of this script.
 
-Bars: the cable of the server carries at most 1.05 P in either direction of a step, without the headers of packets,
-which are a further 4.6 % where a frame holds 1500 bytes, and acknowledgements besides; a step takes at most 0.6 of the
-time that it takes directly. Needs root or user namespaces, ip(8) and tc(8), and leaves nothing behind.
+Bars: the cable of the server carries at most 1.05 P in either direction of a step, all protocols included; a step takes
+at most 0.6 of the time that it takes directly. Where a frame holds 1500 bytes, headers alone are 4.6 %, so what a cable
+carries without them is printed too. Needs root or user namespaces, ip(8) and tc(8), and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def report(rows: list[dict[str, Any]]) -> int:
     apart = max(abs(a - b) for one, other in zip(chained, direct) for a, b in zip(one["losses"], other["losses"]))
     most, framed = (max(max(row[name][-1]) for row in chained) for name in ("carried", "framed"))
     print(f"chained against direct: {figures.spread(ratios)} of the time; losses at most {apart:.1e} apart")
-    print(f"the cable of the server carries at most {most:.3f} P, with the headers of packets {framed:.3f} P")
+    print(f"the cable of the server carries at most {framed:.3f} P, without the headers of packets {most:.3f} P")
     missed = [
         text
         for is_missed, text in (
             (statistics.median(ratios) > MOST_TIME, f"time: the bar is {MOST_TIME}"),
-            (most > MOST_BYTES, f"bytes: the bar is {MOST_BYTES} P"),
+            (framed > MOST_BYTES, f"bytes: the bar is {MOST_BYTES} P"),
         )
         if is_missed
     ]
