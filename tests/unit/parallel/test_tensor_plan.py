@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from hetseq.errors import ConfigError
+from hetseq.parallel import tensor_parallel
 from hetseq.parallel.tensor_parallel import check_plan, gradient_norm, plan_of
+from hetseq.parallel.tensor_styles import Columns
 from tests.support import gpt, tiny_models
 
 HEADS = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12,
@@ -136,3 +138,9 @@ def test_the_norm_of_whole_parameters_needs_no_ranks() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
     assert gradient_norm([parameter, nn.Parameter(torch.zeros(1))]).item() == 5.0
+
+
+def test_beside_fsdp_a_layer_of_unequal_layers_is_refused() -> None:
+    mesh: Any = None  # refused before anything is sent
+    with pytest.raises(ConfigError, match="layers of different widths, which torch's FSDP cannot keep"):
+        tensor_parallel._divide_parameters_(nn.Linear(2, 8), mesh, Columns(blocks=(4, 2, 2)).cuts)
