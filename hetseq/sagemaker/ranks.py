@@ -74,6 +74,11 @@ class Meshes:
     device: torch.device
     data: DeviceMesh | None = None
     tensor: DeviceMesh | None = None  # the ranks that share a tensor; None: a tensor is of one rank
+    root: DeviceMesh | None = None  # of which those two are slices
+
+    def forget_groups(self) -> None:
+        """Let go of the process groups, which the script has destroyed: torch's caches keep a mesh of DTensors alive."""
+        getattr(self.root, "_pg_registry", {}).clear()
 
     @property
     def is_hybrid(self) -> bool:
@@ -110,7 +115,8 @@ def build_meshes(configuration: Configuration) -> Meshes:
     if tensor > 1:
         mesh = init_device_mesh(device.type, (replicas, shard, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
         data = mesh["replicate", "shard"] if is_hybrid else mesh["replicate" if shard == 1 else "shard"]
-        return Meshes(device, data, mesh["tensor"])
+        return Meshes(device, data, mesh["tensor"], mesh)
     if is_hybrid:  # no slice of a larger mesh, which FSDP takes for tensor parallelism
-        return Meshes(device, init_device_mesh(device.type, (replicas, shard), mesh_dim_names=("replicate", "shard")))
+        mesh = init_device_mesh(device.type, (replicas, shard), mesh_dim_names=("replicate", "shard"))
+        return Meshes(device, mesh, None, mesh)
     return Meshes(device)
