@@ -45,6 +45,7 @@ MEDIAN_GAP = 0.954  # the median difference of two errors, by their standard dev
 ODD = 0.25  # off by more than this,
 ODD_DEVIATIONS = 4.0  # and by more than this many standard deviations
 JUMP_DOUBT = 0.15  # of a speed that was just accepted
+DISPUTED = 2.0  # times a speed that was just accepted: a step as slow as this is none that agrees with it
 DRIFT = 0.0005  # how much a machine's speed drifts per step: old steps count less and less
 SHIFT_MEMORY_STEPS = 4  # steps over which an error too small to be odd is averaged
 SHIFT_DEVIATIONS = 4.5
@@ -287,7 +288,10 @@ class CostMeter:
             return line
         self._slow = None
         self._steps += 1
-        noise_s = self._noise.deviation * judged.seconds(step.batches, step.units)
+        expected_s = judged.seconds(step.batches, step.units)
+        if step.seconds > max(DISPUTED, math.exp(ODD_DEVIATIONS * self._noise.deviation)) * expected_s:
+            return judged  # the milder one of two slow steps, and the other one was a moment
+        noise_s = self._noise.deviation * expected_s
         judged = judged.corrected(step.batches, step.units, step.seconds, noise_s)
         return step.shape(judged.possible(step.units / step.batches))
 

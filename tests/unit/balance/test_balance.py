@@ -166,6 +166,15 @@ def test_of_two_slow_steps_that_disagree_the_milder_is_believed() -> None:
     assert step_time(meter, 64) == pytest.approx(3 * 64, rel=0.01)
 
 
+def test_a_stall_after_a_slow_step_is_not_believed_although_the_speed_is_a_new_one() -> None:
+    """As a collection of garbage, of as many seconds as several steps, soon after the start of a run."""
+    meter = meter_after(4, per_unit_s=0.3 / 64)
+    feed(meter, [64], per_unit_s=0.2 / 64)  # faster, so that slow steps are believed for the next 6 s
+    feed(meter, [64], per_unit_s=0.28 / 64)
+    feed(meter, [64], per_unit_s=4 / 64)
+    assert step_time(meter, 64) == pytest.approx(0.28, rel=0.02)
+
+
 @pytest.mark.parametrize("factor", [0.6, 1 / 3, 0.1])
 def test_a_rank_that_has_become_faster_is_believed_at_once(factor: float) -> None:
     meter = meter_after(20)
