@@ -6,7 +6,6 @@ Responsible for the order of calls. The one idea: `init` is called once in a pro
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import socket
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from hetseq.errors import ConfigError
@@ -50,7 +48,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
         raise ConfigError("hetseq.sagemaker.init was called before: call it once, at the beginning of the script")
     ensure_process_group(look)
     _jobs.append(Job(configuration, build_meshes(configuration)))
-    atexit.register(_let_groups_go)
+    atexit.register(_jobs[0].meshes.forget_groups)
     if configuration.unused:
         logger.warning("these keys have no effect here: %s", ", ".join(configuration.unused))
 
@@ -72,18 +70,6 @@ def job(caller: str) -> Job:
     if not _jobs:
         raise ConfigError(f"{caller} needs the configuration: call hetseq.sagemaker.init() before it")
     return _jobs[0]
-
-
-def _let_groups_go() -> None:
-    """End the threads of process groups that the script has destroyed, and that cycles of FSDP still keep.
-
-    A thread of gloo may not have let go of a tensor yet. It would need the interpreter for it, which ends a thread that
-    asks once it is ending itself; and the process would abort with "terminate called without an active exception".
-    """
-    if not dist.is_initialized():
-        while _jobs:
-            _jobs.pop().meshes.forget_groups()
-        gc.collect()
 
 
 def _text_of(path: str) -> str | None:

@@ -6,6 +6,7 @@ neighbours, ranks that shard one replica come next, and replicas are the outermo
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -77,8 +78,15 @@ class Meshes:
     root: DeviceMesh | None = None  # of which those two are slices
 
     def forget_groups(self) -> None:
-        """Let go of the process groups, which the script has destroyed: torch's caches keep a mesh of DTensors alive."""
-        getattr(self.root, "_pg_registry", {}).clear()
+        """End the threads of groups that the script has destroyed and that something keeps; for the end of a process.
+
+        Cycles of FSDP keep them, and caches of torch keep a mesh of DTensors. A thread of gloo may not have let go of a
+        tensor yet. It would need the interpreter for it, which ends a thread that asks once it is ending itself; and
+        the process would abort with "terminate called without an active exception".
+        """
+        if not dist.is_initialized():
+            getattr(self.root, "_pg_registry", {}).clear()
+            gc.collect()
 
     @property
     def is_hybrid(self) -> bool:
