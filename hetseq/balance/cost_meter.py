@@ -289,8 +289,8 @@ class CostMeter:
         self._slow = None
         self._steps += 1
         expected_s = judged.seconds(step.batches, step.units)
-        if step.seconds > max(DISPUTED, math.exp(ODD_DEVIATIONS * self._noise.deviation)) * expected_s:
-            return judged  # the milder one of two slow steps, and the other one was a moment
+        if step.seconds > DISPUTED * expected_s and not self._noise.is_large:
+            return judged  # at the speed of the milder one of two slow steps: this one may be a moment
         noise_s = self._noise.deviation * expected_s
         judged = judged.corrected(step.batches, step.units, step.seconds, noise_s)
         return step.shape(judged.possible(step.units / step.batches))

@@ -128,6 +128,17 @@ def test_on_a_noisy_machine_another_speed_is_believed_by_the_mean_of_many_steps(
         assert step_time(meter, 64) == pytest.approx(factor * 1.05, rel=0.25)
 
 
+@pytest.mark.parametrize("noise", [0.2, 0.3])
+def test_a_noisy_machine_that_is_ten_times_slower_is_believed_within_ten_steps(noise: float) -> None:
+    for seed in range(10):
+        generator, meter = random.Random(seed), CostMeter()
+        for _ in range(100):
+            meter.observe([64], [0.2 * generator.lognormvariate(0, noise)], overhead_s=0.0)
+        for _ in range(10):
+            meter.observe([64], [2 * generator.lognormvariate(0, noise)], overhead_s=0.0)
+        assert step_time(meter, 64) == pytest.approx(2, rel=0.4)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.25])
 def test_a_moment_without_other_programs_is_no_new_speed(noise: float) -> None:
     """The steps that end it are no burst: they count at once, and not after 6 s."""
