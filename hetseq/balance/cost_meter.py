@@ -330,7 +330,8 @@ class CostMeter:
         most = SHIFT_DEVIATIONS * deviation / math.sqrt(2 * NOISY_SHIFT_MEMORY_STEPS - 1)
         if abs(self._shift) < most * (SHIFT_OVER if self._odd_s else 1):
             self._odd_s, self._odd_steps = 0.0, 0
-            return line
+            is_stall = math.log(ratio) > ODD_DEVIATIONS * deviation  # or the first step at another speed
+            return None if is_stall else line
         self._odd_s, self._odd_steps = self._odd_s + step.seconds, self._odd_steps + 1
         may_be_burst = self._shift > 0 and self._is_established
         if self._odd_s < BURST_S and (may_be_burst or self._odd_steps < FASTER_STEPS):

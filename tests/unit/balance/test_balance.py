@@ -139,6 +139,16 @@ def test_a_noisy_machine_that_is_ten_times_slower_is_believed_within_ten_steps(n
         assert step_time(meter, 64) == pytest.approx(2, rel=0.4)
 
 
+def test_a_stall_on_a_noisy_machine_is_not_believed() -> None:
+    for seed in range(10):
+        generator, meter = random.Random(seed), CostMeter()
+        for _ in range(12):
+            meter.observe([64], [0.2 * generator.lognormvariate(0, 0.3)], overhead_s=0.0)
+        before_s = step_time(meter, 64)
+        meter.observe([64], [4.0], overhead_s=0.0)
+        assert step_time(meter, 64) < 1.5 * before_s
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.25])
 def test_a_moment_without_other_programs_is_no_new_speed(noise: float) -> None:
     """The steps that end it are no burst: they count at once, and not after 6 s."""
