@@ -155,16 +155,17 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def lab_of(
-    folder: Path, throttles: Sequence[float], mbit_per_s: float, variables: Sequence[Mapping[str, str]] = ()
-) -> Iterator[Lab]:
-    """Namespaces and cables; whatever still runs in them is ended."""
+    folder: Path, throttles: Sequence[float], mbit_per_s: float, variables: Sequence[Mapping[str, str]] = (),
+    *, mtu: int = 1500,
+) -> Iterator[Lab]:  # fmt: skip
+    """Namespaces and cables; whatever still runs in them is ended. `mtu`: bytes of a cable's largest packet."""
     import pytest
 
     from tests.support.hosts import some_hosts
 
     names = [f"lab{chr(ord('A') + number)}" for number in range(len(throttles))]
     try:
-        with some_hosts(folder, names, mbit_per_s=mbit_per_s) as hosts:
+        with some_hosts(folder, names, mbit_per_s=mbit_per_s, mtu=mtu) as hosts:
             lab = Lab(hosts, throttles, folder, variables)
             try:
                 yield lab

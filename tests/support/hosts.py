@@ -65,10 +65,13 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
 
 
 @contextmanager
-def some_hosts(folder: Path, names: Sequence[str], *, mbit_per_s: float | None = None) -> Iterator[tuple[Host, ...]]:
+def some_hosts(
+    folder: Path, names: Sequence[str], *, mbit_per_s: float | None = None, mtu: int = 1500
+) -> Iterator[tuple[Host, ...]]:
     """A host for each name, at 10.77.0.1 and the following, as long as the block lasts.
 
-    `mbit_per_s` (10^6 bits) is what each cable carries in either direction; None: no limit.
+    `mbit_per_s` (10^6 bits) is what each cable carries in either direction; None: no limit. `mtu`: bytes of its largest
+    packet.
     """
     if subprocess.run(["unshare", "-rmnu", "ip", "link", "add", "v0", "type", "veth"], capture_output=True).returncode:
         pytest.skip("no namespaces here, or no ip(8)")
@@ -86,7 +89,7 @@ def some_hosts(folder: Path, names: Sequence[str], *, mbit_per_s: float | None =
             Host(name, f"10.77.0.{number}", (*enter, "-m"), switch)
             for number, (name, enter) in enumerate(zip(names, enters, strict=True), start=1)
         )
-        _wire([(host, holder.pid) for host, holder in zip(hosts, holders)], folder / "local", mbit_per_s)
+        _wire([(host, holder.pid) for host, holder in zip(hosts, holders)], folder / "local", mbit_per_s, mtu)
         yield hosts
     finally:
         for holder in holders:
@@ -94,7 +97,7 @@ def some_hosts(folder: Path, names: Sequence[str], *, mbit_per_s: float | None =
             holder.wait()
 
 
-def _wire(hosts: Sequence[tuple[Host, int]], local: Path, mbit_per_s: float | None) -> None:
+def _wire(hosts: Sequence[tuple[Host, int]], local: Path, mbit_per_s: float | None, mtu: int) -> None:
     """Give each host its name, its folder and its cable; the pids are of processes in them."""
     switch = Host("switch", "", hosts[0][0].switch, ())
     switch.run("ip", "link", "add", "switch", "type", "bridge")
@@ -104,7 +107,8 @@ def _wire(hosts: Sequence[tuple[Host, int]], local: Path, mbit_per_s: float | No
         host.run("mount", "-t", "tmpfs", "none", str(local))
         host.run("mount", "-t", "tmpfs", "none", "/dev/shm")
         host.run("ip", "link", "set", "lo", "up")
-        switch.run("ip", "link", "add", host.name, "type", "veth", "peer", "name", "cable")
+        ends = f"{host.name} mtu {mtu} type veth peer name cable mtu {mtu}".split()
+        switch.run("ip", "link", "add", *ends)
         switch.run("ip", "link", "set", host.name, "master", "switch", "up")
         switch.run("ip", "link", "set", "cable", "netns", str(pid))
         host.run("ip", "address", "add", f"{host.address}/24", "dev", "cable")
