@@ -19,6 +19,7 @@ from hetseq.parallel.owned_units import TensorPlaces
 from hetseq.parallel.tensor_ranks import TensorRanks
 from hetseq.run.divided_ranks import groups_of_models, meet, sizes_in_step, validators_in_step
 from hetseq.run.loaded_task import LoadedTask, load_material
+from hetseq.run.owners import warn_of_no_save
 from hetseq.run.rank_groups import ranks_in_groups
 from hetseq.task import make_task
 from hetseq.training.micro_batch_size import MicroBatchSizes
@@ -100,8 +101,19 @@ def test_a_run_without_any_whole_model_is_told_what_to_start() -> None:
 
 @pytest.mark.parametrize("degree", ["0", "2+3", "two", "2+", ""])
 def test_a_degree_that_is_none_is_refused(degree: str) -> None:
-    with pytest.raises(ConfigError, match=r"--tensor-parallel-degree .*expected a number, or 1 and one other number"):
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-degree .*expected the ranks of each model: one number"):
         DistributedConfig(tensor_parallel_degree=degree)
+
+
+@pytest.mark.parametrize("parts", [{}, {"head.weight": "a part"}])
+def test_a_run_that_saves_nothing_is_offered_whole_states_only_if_a_rank_can_have_one(
+    parts: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    owned: Any = SimpleNamespace(described=SimpleNamespace(parts=parts))
+    warn_of_no_save(owned, OneOf(0, [(None, None)] * 2), makes_images=False)
+    (said,) = caplog.messages
+    assert "keeps no state: if a rank that owns a part of it is lost" in said
+    assert ("--shard-model none" in said) == (not parts)
 
 
 @pytest.mark.parametrize(
