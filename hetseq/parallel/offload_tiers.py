@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class DiskTier:
             raise HetSeqError(
                 f"--offload-dir {folder}: no file can be made there ({error.strerror}): name a folder on a local disk"
             ) from None
+        weakref.finalize(self, self._file.close)
         self._writer = ThreadPoolExecutor(1, "write activations")
         self._reader = ThreadPoolExecutor(1, "read activations")
         self._end, self._free = 0, dict[int, list[int]]()  # of the file; places in it by their size

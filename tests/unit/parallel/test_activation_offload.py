@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import resource
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -230,3 +232,11 @@ def test_places_in_the_file_are_used_again(disk: DiskTier) -> None:
     size = os.fstat(disk._file.fileno()).st_size
     train(model, offload)
     assert 0 < size == os.fstat(disk._file.fileno()).st_size
+
+
+def test_a_disk_tier_that_nobody_holds_any_more_closes_its_file_without_a_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        DiskTier(str(tmp_path), CPU)
+        gc.collect()
+    assert not said
