@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.commands import Finished, WarmLauncher, run_command
 from tests.support.cuda_errors import OUT_OF_MEMORY
-from tests.support.pace import is_within
 from tests.support.refusals import (
     BASE,
     COLD_S,
@@ -156,7 +155,7 @@ def test_a_task_that_raises_on_one_rank_is_told_once_with_that_rank(warm: WarmLa
     task = write_task(tmp_path, **RAISES_IN_STEP_3)
     finished = train(warm, tmp_path, "--task", task, *EQUAL_THREE)
     check_root_cause(finished, tmp_path / "run")
-    assert is_within(finished.seconds, PROMISE_S)
+    assert finished.seconds < PROMISE_S
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ from tests.support import cuda_errors
 from tests.support.commands import ROOT
 from tests.support.differing import write_other_torch, write_what
 from tests.support.nodes import Ended, Nodes, Process, Stock
-from tests.support.pace import is_within
 from tests.support.places import directory, free_port, old_file
 from tests.support.refusals import SQUARES, write_task
 
@@ -410,7 +409,7 @@ def complaints(case: Case, outcome: Outcome) -> list[str]:
         found += [
             f"no {case.culprit!r} in the stacks: {story}" for match in named if not _stands_in(case.culprit, match)
         ]
-    if not is_within(outcome.seconds, PROMISE_S):
+    if outcome.seconds > PROMISE_S:
         found.append(f"{outcome.seconds:.1f} s: {story}")
     if ("Traceback" in story) > (case.code == "worker-raised"):
         found.append(f"a traceback: {story}")

@@ -344,7 +344,7 @@ class Nodes:
             Ended(node.poll() or 0, node.out, node.err, node.end - node.begin, node.end - last) for node in awaited
         ]  # fmt: skip
 
-    def wait_until_said(self, node: Node, *words: str, within_s: float = 30.0) -> float:
+    def wait_until_said(self, node: Node, *words: str, within_s: float = 10.0) -> float:
         """Seconds since the node's start until its output holds all these words; it may have ended by then."""
 
         def look() -> bool:
