@@ -145,7 +145,8 @@ class Coordinator(Latecomers):
             self._tell_what_is_awaited()
         if now_s >= self._deadline_s:
             self._give_up()
-        next_s = self._next_word_s if self.phase in _BEFORE_WORKERS else now_s + 60
+        tells = self.phase in _BEFORE_WORKERS and bool(self._members)
+        next_s = self._next_word_s if tells else now_s + 60
         if self._early:
             if now_s >= self._early_word_s:
                 self._early_word_s = now_s + _EARLY_S

@@ -11,6 +11,7 @@ from hetseq.cluster.membership.assignment import GenerationRanks
 from hetseq.cluster.membership.coordinator import Coordinator, StartPhase
 from hetseq.cluster.membership.decide import Report
 from hetseq.cluster.membership.exit_status import Ending
+from hetseq.cluster.membership.participants import TELL_EVERY_S
 from hetseq.cluster.membership.regroup_rounds import ANSWER_S
 from hetseq.cluster.membership.step_commit import Lineage
 
@@ -122,6 +123,16 @@ def endings(said: list[tuple[int, Record]]) -> dict[int, Ending]:
 
 
 # A start.
+
+
+def test_a_hub_that_nobody_has_reached_waits_and_does_not_spin() -> None:
+    """A thread that looks all the time would keep the launcher beside it from reading its own sources."""
+    talk = Talk()
+    assert talk.hub.tick(talk.now_s) >= 1.0
+    talk.claim(0, *TWO[0])
+    assert 0.0 < talk.hub.tick(talk.now_s) <= TELL_EVERY_S
+    talk.lose(0)
+    assert talk.hub.tick(talk.now_s) >= 1.0
 
 
 def test_a_run_on_one_node_asks_for_its_directory_and_begins() -> None:
