@@ -18,7 +18,7 @@ from torch import nn
 
 from hetseq.errors import ConfigError
 from hetseq.launch.environments import Look
-from hetseq.parallel.tensor_mesh import tensor_parallel_
+from hetseq.parallel.tensor_parallel import tensor_parallel_
 from hetseq.sagemaker.configuration import Configuration, configuration_of
 from hetseq.sagemaker.ranks import Meshes, build_meshes, ensure_process_group
 

@@ -91,7 +91,7 @@ def train_divided(group: Any, folder: str, models: Mapping[str, tuple[str, Mappi
 
 
 def _train_divided(mesh: Any, kind: str, fields: Mapping[str, Any]) -> Curve:
-    from hetseq.parallel.tensor_mesh import gradient_norm, tensor_parallel_, whole_tensor
+    from hetseq.parallel.tensor_parallel import gradient_norm, tensor_parallel_, whole_tensor
 
     model: Any = model_of(kind, fields)
     tensor_parallel_(model, mesh, seed=0)
@@ -156,8 +156,7 @@ class Dropped:
 def drop(group: Any, folder: str, seeds: list[int], is_checkpointed: bool) -> dict[int, Dropped]:
     """Two blocks on ranks that divide them, by tensor-parallel seed; every rank has the same seed of torch."""
     from hetseq.parallel.activation_checkpointing import checkpoint_activations
-    from hetseq.parallel.tensor_mesh import tensor_parallel_, whole_tensor
-    from hetseq.parallel.tensor_parallel import plan_of
+    from hetseq.parallel.tensor_parallel import plan_of, tensor_parallel_, whole_tensor
 
     found = {}
     with mesh_of(group, folder) as mesh:
@@ -186,8 +185,7 @@ def _keep(kept: list[list[bool]], _: nn.Module, given: Any, result: Tensor) -> N
 def refuse(group: Any, folder: str) -> str:
     """The error on a rank whose model has other numbers than the first rank's."""
     from hetseq.errors import DisagreementError
-    from hetseq.parallel.tensor_mesh import tensor_parallel_
-    from hetseq.parallel.tensor_parallel import plan_of
+    from hetseq.parallel.tensor_parallel import plan_of, tensor_parallel_
 
     with mesh_of(group, folder) as mesh:
         torch.manual_seed(3)

@@ -38,8 +38,8 @@ MAY_CALL_COLLECTIVES = (
     "hetseq/launch/launch.py",
 )  # fmt: skip
 #: torch's tensor parallelism: DTensor makes the collectives, by the group of a mesh that the caller has made
-TENSOR_PARALLEL = ("hetseq/parallel/tensor_mesh.py", "hetseq/parallel/tensor_parallel.py",
-                   "hetseq/parallel/tensor_randomness.py", "hetseq/parallel/tensor_styles.py")  # fmt: skip
+TENSOR_PARALLEL = ("hetseq/parallel/tensor_parallel.py", "hetseq/parallel/tensor_randomness.py",
+                   "hetseq/parallel/tensor_styles.py")  # fmt: skip
 #: inside torch.distributed.checkpoint, whose collectives are those of whoever calls `dcp.load`
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves

@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from hetseq.errors import ConfigError
-from hetseq.parallel import tensor_mesh
-from hetseq.parallel.tensor_mesh import gradient_norm
-from hetseq.parallel.tensor_parallel import check_plan, plan_of
+from hetseq.parallel import tensor_parallel
+from hetseq.parallel.tensor_parallel import check_plan, gradient_norm, plan_of
 from hetseq.parallel.tensor_styles import Columns
 from tests.support import gpt, tiny_models
 
@@ -144,4 +143,4 @@ def test_the_norm_of_whole_parameters_needs_no_ranks() -> None:
 def test_beside_fsdp_a_layer_of_unequal_layers_is_refused() -> None:
     mesh: Any = None  # refused before anything is sent
     with pytest.raises(ConfigError, match="layers of different widths, which torch's FSDP cannot keep"):
-        tensor_mesh._divide_parameters_(nn.Linear(2, 8), mesh, Columns(blocks=(4, 2, 2)).cuts)
+        tensor_parallel._divide_parameters_(nn.Linear(2, 8), mesh, Columns(blocks=(4, 2, 2)).cuts)
