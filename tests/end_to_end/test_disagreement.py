@@ -143,6 +143,7 @@ def test_material(
     each = [
         [*DIFFERING, "--data", write_what(nodes.folder / f"data{i}", **what)] for i, what in enumerate((one, other))
     ]
+    nodes.prepare(2, have_imported=True)
     start(nodes, tcp(), *each)
     check_refused(nodes, *says, *(f"rank {rank} on {socket.gethostname()}" for rank in (0, 1)))
 

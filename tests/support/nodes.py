@@ -71,6 +71,11 @@ class Process:
         line = json.dumps({"args": list(args), "cwd": str(cwd), "environment": dict(environment)})
         os.write(self._requests, line.encode() + b"\n")
 
+    def await_imports(self) -> None:
+        """Return when the server of its workers has imported torch: a worker then starts at once."""
+        self.request([], cwd=ROOT, environment={})
+        until(lambda: _once(self.reply()), "a server that has imported torch", within_s=IMPORTS_S)
+
     def reply(self) -> int | None:
         """The exit code of the command, None while it runs; one that took the process with it has its code."""
         if select.select([self._replies], [], [], 0)[0] and (reply := os.read(self._replies, 4096)):
@@ -101,11 +106,17 @@ def _serve(requests: int, replies: int) -> None:
     from hetseq.cli import main
     from hetseq.launch.worker_processes import warm_forkserver
 
-    warm_forkserver()  # a command ends the server that it started, and leaves this one alone
+    context = warm_forkserver()  # a command ends the server that it started, and leaves this one alone
     home = Path.cwd()
     with os.fdopen(requests) as lines:
         for line in lines:
             request = json.loads(line)
+            if not request["args"]:
+                first = context.Process(target=os.getpid)  # begins when the server has imported everything
+                first.start()
+                first.join()
+                os.write(replies, json.dumps(0).encode())
+                continue
             with _environment_of_a_command(request["environment"]):
                 os.chdir(request["cwd"])
                 sys.argv = [str(ROOT / "train.py"), *request["args"][1:]]
@@ -321,10 +332,15 @@ class Nodes:
         self.started.append(node)
         return node
 
-    def prepare(self, count: int) -> None:
-        """Have so many warm processes at hand, so that as many nodes can start in the same instant."""
+    def prepare(self, count: int, *, have_imported: bool = False) -> None:
+        """Have so many warm processes at hand, so that as many nodes can start in the same instant.
+
+        With `have_imported` their workers can, too.
+        """
         taken = [self._take() for _ in range(count)]
         for process in taken:
+            if have_imported:
+                process.await_imports()
             self._put_back(process)
 
     def finish(self, *nodes: Node, timeout_s: float = 60.0) -> list[Ended]:
