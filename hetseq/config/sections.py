@@ -669,7 +669,7 @@ class DistributedConfig:
     def tensor_sizes(self) -> tuple[int, ...]:
         """The ranks of the groups that each hold one model, by `--tensor-parallel-degree 2+1`; the last one repeats."""
         words = self.tensor_parallel_degree.split("+")
-        expected = "the ranks of each model: one number, as in 2, or several, as in 2+1, of which all but 1 are equal"
+        expected = "the ranks of each model: one number, as in 2, or several, as in 2+1, equal where above 1"
         are_numbers = all(word.isascii() and word.isdigit() and int(word) > 0 for word in words)
         _require(are_numbers, "tensor_parallel_degree", self.tensor_parallel_degree, expected)
         sizes = tuple(map(int, words))

@@ -102,7 +102,10 @@ class Process:
 
 
 def _serve(requests: int, replies: int) -> None:
-    """The main function of a `Process`: a request is a line of JSON, the reply an exit code."""
+    """The main function of a `Process`: a request is a line of JSON, the reply an exit code.
+
+    A request without arguments is answered when a worker can start at once.
+    """
     from hetseq.cli import main
     from hetseq.launch.worker_processes import warm_forkserver
 
@@ -112,9 +115,9 @@ def _serve(requests: int, replies: int) -> None:
         for line in lines:
             request = json.loads(line)
             if not request["args"]:
-                first = context.Process(target=os.getpid)  # begins when the server has imported everything
-                first.start()
-                first.join()
+                worker = context.Process(target=os.getpid)  # begins when the server has imported everything
+                worker.start()
+                worker.join()
                 os.write(replies, json.dumps(0).encode())
                 continue
             with _environment_of_a_command(request["environment"]):
