@@ -150,6 +150,7 @@ class Writer:
         arena, serial = self._arenas[request["slot"]], request["serial"]
         record = arena.record(serial)
         attempt = Attempt.from_json(record["attempt"], source=ARENA_SOURCE)
+        faults.at_step(attempt.identity.step)
         folder, index = self._place.folder(attempt), record["part"]
         is_again = bool(request.get("again"))
         if is_again:
@@ -244,6 +245,7 @@ class Writer:
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)
         parts = [PartRecord(size, digest) for size, digest in request["parts"]]
+        faults.at_step(attempt.identity.step)
         faults.point("rename")
         self._publisher.commit(
             attempt, state_sha256=request["state_sha256"], state_bytes=request["state_bytes"], parts=parts
