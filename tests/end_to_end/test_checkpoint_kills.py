@@ -401,7 +401,7 @@ def _kill(pids: Sequence[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 50 s on two idle cores
-@pytest.mark.parametrize("trials", [25, *nightly(100)])
+@pytest.mark.parametrize("trials", [10, *nightly(100)])
 def test_kills_at_random_instants_tear_nothing_and_lose_nothing(tmp_path: Path, trials: int) -> None:
     facts = list(carry_out_all(tmp_path / "run", trials, seed=3))
     assert [fact for fact in facts if fact.found is None] == []
@@ -415,7 +415,7 @@ def test_kills_at_random_instants_tear_nothing_and_lose_nothing(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("trials", [15, *nightly(50)])
+@pytest.mark.parametrize("trials", [8, *nightly(50)])
 def test_states_that_stay_in_memory_outlive_kills_at_random_instants(tmp_path: Path, trials: int) -> None:
     facts = list(carry_out_all(tmp_path / "run", trials, seed=5, make_rank=KeepingRank))
     assert [fact for fact in facts if fact.found is None] == []

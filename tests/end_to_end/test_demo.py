@@ -43,6 +43,7 @@ def check_the_runs_of_bert(said: str, folder: Path) -> None:
         assert read_rows(folder / place / "metrics.jsonl")[0]["shares"] == shares
 
 
+@pytest.mark.nightly  # README.md's commands and `make tour` run a demo, test_bert the task
 @pytest.mark.slow
 def test_the_demo_of_bert_is_exact_from_its_first_steps_on(tmp_path: Path) -> None:
     """The whole of it but for 1,160 of its 1,200 steps."""

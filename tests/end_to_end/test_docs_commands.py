@@ -34,6 +34,9 @@ SHOWN_ELSEWHERE = {
     "docs/guides/fault-tolerance.md": "tests/tour.py",
     "docs/guides/doctor.md": "test_doctors",
     "docs/guides/hf-trainer.md": "test_hf_trainer",
+    "docs/guides/smp-scripts.md": "test_smp_scripts",
+    "docs/start/bert.md": "test_bert",
+    "docs/start/lora.md": "test_hf_causal_lm",
 }
 
 #: a run directory of real data, by its name in the manual

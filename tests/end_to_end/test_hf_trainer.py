@@ -46,9 +46,9 @@ ALL = {
 LONG = {**ALL, "num_train_epochs": 12, "pace_s": 1.0}  # a rank that was killed is back before the end
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("GPT-2", ALL),
-    ("a model without num_items_in_batch", {"model": "tagger", "max_steps": 13}),
 ]
 MORE = [
+    ("a model without num_items_in_batch", {"model": "tagger", "max_steps": 13}),
     ("compute_loss_func", {"by_function": True, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0}),
     ("no labels", {"model": "quiet"}),
     ("compute_metrics", {"metrics": True, "eval_strategy": "epoch", "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -157,6 +157,7 @@ def test_early_stopping_ends_at_the_step_of_the_trainer_with_its_best_model(tmp_
     assert result(ours, "HetSeqTrainer")["steps"] == one["steps"]
 
 
+@pytest.mark.nightly  # test_own_loop has a shorter one
 def test_a_killed_launcher_resumes_on_another_world(trainers: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "happened").touch()  # so that a pace is kept
     settings = {**LONG, "pace_s": 0.2, "resume": True}
@@ -190,8 +191,8 @@ def test_a_run_that_has_ended_continues_where_more_is_asked(tmp_path: Path) -> N
     ("settings", "told"),
     [
         ({"resume": True}, r"resume_from_checkpoint=...\): the run directory has no checkpoint"),
-        ({"wrong": "count_items", "model": "tagger", "data_seed": 5}, r"the loss depends on how a step is cut"),
         *nightly(
+            ({"wrong": "count_items", "model": "tagger", "data_seed": 5}, r"the loss depends on how a step is cut"),
             ({"wrong": "get_batch_samples"}, r"Watched.get_batch_samples would not be called: override count_items"),
             ({"wrong": "on_substep_end"}, r"Notes.on_substep_end would not be called, since HetSeq cuts a step"),
             ({"wrong": "stream", "max_steps": 3}, r"got a Stream as its data, which has no index"),
@@ -205,6 +206,7 @@ def test_what_would_be_silent_or_inexact_is_refused(settings: dict[str, Any], to
     assert re.search(told, done.err), done.err
 
 
+@pytest.mark.nightly
 def test_the_example_of_the_manual_runs_on_one_rank_and_on_two(tmp_path: Path) -> None:
     example = ROOT / "docs" / "examples" / "hf_trainer.py"
     found = []

@@ -83,7 +83,8 @@ def lab(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 # with owners fewer rounds, in each of which the base travels twice
-@pytest.mark.parametrize("owners", [[], *nightly(["--shard-model", "all", "--own", "2,1,1", "--batch-size", "24"])])
+# the leaving and returning of test_hosts with the adapters of test_hf_causal_lm
+@pytest.mark.parametrize("owners", nightly([], ["--shard-model", "all", "--own", "2,1,1", "--batch-size", "24"]))
 def test_a_node_leaves_and_returns_and_the_curve_and_adapters_are_those_of_one_device(
     nodes: Nodes, lab: tuple[Sequence[Host], list[Process]], published: Path, owners: list[str]
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_rank_that_is_killed_and_comes_back_changes_nothing(alone: Course, tmp
     assert all(farthest(alone, course) <= 1e-12 for course in found)
 
 
+@pytest.mark.nightly  # the same two deaths as in the loop above
 def test_a_task_trains_on_when_ranks_are_killed(tmp_path: Path) -> None:
     task = f"{Path(__file__).parents[1] / 'distributed' / 'test_muon.py'}:Wide"
     words = f"--cpu --task {task} --precision fp64 --optimizer muon --lr 0.02 --weight-decay 0.1 --curriculum 9"

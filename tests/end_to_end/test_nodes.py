@@ -290,7 +290,7 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
 
 
 @pytest.mark.fault("FT-2")
-@pytest.mark.parametrize("losses", [2, *nightly(10)])
+@pytest.mark.parametrize("losses", nightly(2, 10))
 def test_in_a_directory_heads_may_die_in_turn_after_a_worker_of_theirs(nodes: Nodes, losses: int) -> None:
     """Two nodes of one rank; the one that goes on alone is the next head."""
     run = nodes.folder / "run"

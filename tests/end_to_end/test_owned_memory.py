@@ -101,6 +101,7 @@ def start(nodes: Nodes, small: SmallNode, *words: object) -> tuple[Node, Node]:
     return one, other
 
 
+@pytest.mark.nightly  # the one of three times the limit asks for more
 def test_a_model_whose_replica_does_not_fit_trains_where_another_node_owns_most_of_it(
     nodes: Nodes, small: SmallNode
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_model_whose_replica_does_not_fit_trains_where_another_node_owns_most_
     assert all(row["shares"] == [2, 2] for row in rows)
 
 
+@pytest.mark.nightly
 def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: SmallNode) -> None:
     small.allow(ROOM_BYTES)
     start(nodes, small)

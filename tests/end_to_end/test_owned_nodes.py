@@ -106,7 +106,7 @@ def worst(mine: dict[int, float], calm: dict[int, float]) -> float:
     return max(abs(mine[step] - calm[step]) / abs(calm[step]) for step in mine)
 
 
-@pytest.mark.parametrize("removed", [0, 1])
+@pytest.mark.parametrize("removed", [*nightly(0), 1])
 def test_a_host_that_never_returns_leaves_a_whole_checkpoint_with_the_other(
     nodes: Nodes, lab: Lab, calm: dict[int, float], removed: int
 ) -> None:

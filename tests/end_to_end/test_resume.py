@@ -120,6 +120,7 @@ def test_a_run_that_was_killed_goes_on_from_the_memory_of_its_node(tmp_path: Pat
     assert not list(Path("/dev/shm").glob(f"{Arena.prefix(RunDirectory(hurt).run_id)}*"))
 
 
+@pytest.mark.nightly  # test_resume_worlds has 4, 3, 5 and 1
 def test_killed_runs_on_3_then_2_then_1_ranks_are_one_run(tmp_path: Path) -> None:
     common = [*DIGITS, "--precision", "fp64", "--dropout", 0, "--save-interval-updates", 2]
     alone, hurt = tmp_path / "alone", tmp_path / "hurt"

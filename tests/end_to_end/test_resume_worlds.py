@@ -127,7 +127,7 @@ def test_a_run_killed_on_4_then_3_then_5_ranks_ends_on_1_as_if_it_had_never_left
     print(f"seed {seed}: {deaths}; largest relative error {worst:.1e}")
 
 
-@pytest.mark.parametrize("every", [1, *nightly(0)])
+@pytest.mark.parametrize("every", nightly(1, 0))
 def test_so_does_one_that_is_killed_at_any_instants(tmp_path: Path, calm: Result, every: int) -> None:
     """Also in the middle of a save or of a sum of the ranks; from the disk, or from memory after each step."""
     draw, run, deaths = random.Random(), tmp_path / "run", list[int]()
@@ -155,7 +155,7 @@ def test_so_does_one_that_is_killed_at_any_instants(tmp_path: Path, calm: Result
         assert len(resumed_from) >= 2  # of 3: before the first save a run begins anew
 
 
-@pytest.mark.parametrize("spoil", ["dropout", *nightly("sample")])
+@pytest.mark.parametrize("spoil", nightly("dropout", "sample"))
 def test_one_link_with_other_dropout_or_at_another_sample_would_be_seen(
     tmp_path: Path, calm: Result, spoil: str
 ) -> None:

@@ -201,7 +201,7 @@ def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
 
 @pytest.mark.parametrize(
     ("kind", "victims"),
-    [(OF_STATE, (0, 2)), (OF_LAYERS, (0, 1, 2)), *nightly((OF_STATE, (0, 1, 2)), (OF_LAYERS, (1, 2)), is_many=True)],
+    [(OF_STATE, (0, 2)), *nightly((OF_LAYERS, (0, 1, 2)), (OF_STATE, (0, 1, 2)), (OF_LAYERS, (1, 2)), is_many=True)],
 )
 def test_beside_groups_a_shadow_takes_over_when_no_group_is_whole(
     nodes: Nodes, calm: dict[int, float], kind: tuple[str, ...], victims: tuple[int, ...]
@@ -222,6 +222,7 @@ def test_beside_groups_a_shadow_takes_over_when_no_group_is_whole(
     assert "lost" not in taken
 
 
+@pytest.mark.nightly
 def test_so_it_is_with_an_owner_of_frozen_weights(nodes: Nodes) -> None:
     task = nodes.folder / "over_base_task.py"
     task.write_text(OVER_BASE)
@@ -335,7 +336,7 @@ def test_two_shadows_one_after_the_other(nodes: Nodes, calm: dict[int, float]) -
     assert len(takeovers(course)) == 2
 
 
-@pytest.mark.parametrize("words", [SHARDED[:4], *nightly(())], ids=["owners", "replicas"])
+@pytest.mark.parametrize("words", nightly(SHARDED[:4], ()), ids=["owners", "replicas"])
 def test_a_step_brings_the_shadow_the_bytes_of_its_gradient(nodes: Nodes, words: tuple[str, ...]) -> None:
     task = nodes.folder / "wide_task.py"
     task.write_text(WIDE)

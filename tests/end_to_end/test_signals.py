@@ -228,7 +228,7 @@ def test_a_signal_during_an_import_ends_with_75_where_there_is_a_checkpoint(tmp_
 
 
 @pytest.mark.fault("FT-8")
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [*nightly(1), 3])
 def test_a_launcher_killed_takes_every_process_with_it(tmp_path: Path, world: int) -> None:
     words = [*DIGITS, "--distributed-world-size", world, "--num-workers", 2]
     with start_trial(words, tmp_path / "run", is_cold=world == 1) as trial:
@@ -293,7 +293,7 @@ def test_a_worker_killed_is_named_once_and_the_others_go_on(tmp_path: Path) -> N
 
 
 @pytest.mark.fault("FT-1")
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [*nightly(1), 3])
 def test_a_worker_killed_comes_back(tmp_path: Path, world: int) -> None:
     words = [*DIGITS, "--distributed-world-size", world, "--save-interval-updates", 2, "--max-epoch", 40]
     with start_trial(words, tmp_path / "run") as trial:

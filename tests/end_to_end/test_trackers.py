@@ -19,6 +19,7 @@ from hetseq.monitor.metrics import read_rows
 from hetseq.run_directory import RunDirectory
 from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command, start_command
+from tests.support.nightly import nightly
 from tests.support.own_loops import run_script
 from tests.support.trials import until
 
@@ -87,7 +88,7 @@ def _warm() -> None:
     forked.warm_up()
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", [*nightly("wandb", "trackio"), "mlflow", "own"])
 def test_the_writer_and_then_the_launcher_are_killed_and_each_row_arrives_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

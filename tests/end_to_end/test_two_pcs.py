@@ -104,6 +104,7 @@ def check_curves(lab_a: Pc, steps: int) -> None:
     assert all(min(row["shares"]) > 0 for row in both.values() if row["world_size"] == 2)
 
 
+@pytest.mark.nightly  # test_ssh has two hosts, test_hosts a node that leaves and returns
 @pytest.mark.timeout(600)
 def test_one_command_over_ssh_trains_on_both(pcs: tuple[Pc, Pc], tmp_path: Path) -> None:
     install(pcs, tmp_path)

@@ -524,9 +524,7 @@ def test_no_order_of_events_doubles_or_loses_an_update_or_leaves_no_way_on(
     assert Search(workers=workers, steps=steps, budget=budget).exhaust() > least
 
 
-@pytest.mark.parametrize(
-    "walks", [60, pytest.param(600, marks=pytest.mark.slow), pytest.param(3000, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("walks", [60, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_long_histories_with_many_faults_end_with_every_step_made_once(walks: int) -> None:
     told = collections.Counter[str]()
     for seed in range(walks):
@@ -560,9 +558,7 @@ def test_owners_may_die_at_every_point_and_a_base_is_whole_or_taken_back(
         assert {"freezes while forming", "freezes while handed"} <= told
 
 
-@pytest.mark.parametrize(
-    "walks", [100, pytest.param(1000, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("walks", [100, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_long_histories_with_owners_end_with_every_step_made_once(walks: int) -> None:
     told = collections.Counter[str]()
     for seed in range(walks):

@@ -345,9 +345,7 @@ def test_a_death_costs_at_most_the_steps_of_one_interval_and_the_one_under_way(
     assert search.most_again == every, "and the step that had no end was never made"
 
 
-@pytest.mark.parametrize(
-    "walks", [60, pytest.param(600, marks=pytest.mark.slow), pytest.param(3000, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("walks", [60, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_long_histories_with_images_end_with_every_step_made_once(walks: int) -> None:
     told = collections.Counter[str]()
     for seed in range(walks):

@@ -309,7 +309,7 @@ def test_the_walk_notices_a_step_that_is_looked_up_after_it_was_given_out(monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(80), pytest.param(range(80, 400), marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 400), marks=pytest.mark.nightly)], ids=str)
 def test_threads_that_switch_all_the_time_give_the_steps_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, seeds: range
 ) -> None:
