@@ -47,8 +47,9 @@ $(SUITES:%=suite-%): suite-%: $(VENV)/.installed-dev
 	$(PY) -m pytest -o cache_dir=.pytest_cache/$* -m "not alone and $(IN_CI)" tests/$*
 
 # once a day and before a release: the large sizes of what test-all runs in small ones, then the table
-nightly: $(VENV)/.installed-dev  ## what .ci/run leaves out but for a GPU, and the table of figures; an hour
+nightly: $(VENV)/.installed-dev  ## what .ci/run leaves out but for a GPU, and the table of figures; several hours
 	$(PY) -m pytest -m "(nightly or long) and not gpu"
+	$(MAKE) --no-print-directory tour
 	$(MAKE) --no-print-directory gpu DEVICE=cpu
 	$(MAKE) --no-print-directory chaos
 

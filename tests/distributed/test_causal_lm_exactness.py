@@ -12,10 +12,11 @@ import pytest
 
 from hetseq.comm.group import LocalGroup
 from tests.support import causal_runs
+from tests.support.nightly import nightly
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared
 
-KINDS = ["gpt2", "llama", "qwen2", "gemma"]
+KINDS = [*nightly("gpt2", "llama"), "qwen2", *nightly("gemma")]
 ADAPTERS = ["--lora-rank", str(causal_runs.RANK)]
 ALONE_LIMIT, RANKS_LIMIT = 1e-12, 1e-11
 

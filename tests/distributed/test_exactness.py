@@ -123,7 +123,7 @@ def test_unequal_ranks_have_the_gradient_of_the_global_batch(toy: str, world_siz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4, *nightly(3)])
+@pytest.mark.parametrize("world_size", [1, 2, *nightly(3, 4)])
 @pytest.mark.parametrize("toy", ["TwoTerms", "SometimesUnused"])
 def test_the_whole_matrix_on_toys(toy: str, world_size: int, tmp_path: Path) -> None:
     check(toy, world_size, tmp_path, cases(world_size), 6)
@@ -131,7 +131,7 @@ def test_the_whole_matrix_on_toys(toy: str, world_size: int, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world_size", [1, 3, *nightly(2, 4)])
+@pytest.mark.parametrize("world_size", [1, *nightly(2, 3, 4)])
 def test_the_whole_matrix_on_the_mnist_net(world_size: int, tmp_path: Path) -> None:
     the_cases = [case for case in cases(world_size) if case[1] == "3" or case[2] > 1]
     check("Images", world_size, tmp_path, the_cases, 4)
