@@ -41,6 +41,7 @@ def has_rows(save_dir: Path) -> bool:
 
 
 @pytest.mark.fault("FT-17")
+@pytest.mark.nightly
 def test_a_run_directory_that_is_deleted_under_the_run_is_made_anew(chaos: Chaos, calm: Outcome) -> None:
     deleter = Deleter(0, 2, double=0.0)
     found = chaos.run(deleter, ranks=3, steps=STEPS, save_interval_updates=50)

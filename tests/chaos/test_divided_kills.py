@@ -15,6 +15,7 @@ from tests.chaos.runs import Chaos
 from tests.chaos.test_image_kills import IN_MEMORY
 from tests.chaos.test_layer_kills import task
 from tests.chaos.test_owned_kills import SAVING
+from tests.support.nightly import nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -22,7 +23,7 @@ DIVIDED = {"shard_model": "none", "shard_modules": "auto", "balance": "2,2,1"}
 
 
 @pytest.mark.fault("FT-1", "FT-2")
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1, *nightly(2)])
 def test_a_model_whose_rank_is_killed_is_idle_until_it_is_whole_again(
     victim: int, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
 ) -> None:

@@ -19,12 +19,12 @@ from tests.support.nightly import nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-shared_or_not = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+shared_or_not = pytest.mark.parametrize("shares_memory", [True, *nightly(False)], ids=["shared", "gloo"])
 
 
 @pytest.mark.fault("FT-1", "FT-2")
 @shared_or_not
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1, *nightly(2)])
 def test_a_group_whose_rank_is_killed_gets_its_state_from_the_other_one(
     victim: int, shares_memory: bool, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:
@@ -36,7 +36,7 @@ def test_a_group_whose_rank_is_killed_gets_its_state_from_the_other_one(
 
 
 @pytest.mark.fault("FT-1", "FT-2")
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1, *nightly(2)])
 def test_so_it_is_where_parameters_come_and_go(
     victim: int, chaos: Chaos, undisturbed_layers: Calm, tmp_path: Path
 ) -> None:
@@ -49,9 +49,8 @@ def test_so_it_is_where_parameters_come_and_go(
 @pytest.mark.parametrize(
     ("groups", "own", "victim", "has_layers"),
     [
-        ("2+2", "2,1,1,2", 1, False),
         ("3+2", "1,2,1,2,1", 3, True),
-        *nightly(("3+2", "1,2,1,2,1", 3, False), is_many=True),
+        *nightly(("2+2", "2,1,1,2", 1, False), ("3+2", "1,2,1,2,1", 3, False), is_many=True),
     ],
 )
 def test_only_what_a_killed_rank_owned_travels_whatever_the_group_that_gives_it(
@@ -142,7 +141,7 @@ def test_so_are_those_whose_parameters_come_and_go(chaos: Chaos, undisturbed_lay
 
 
 @pytest.mark.fault("FT-1", "FT-2")
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *nightly(1)])
 def test_ranks_of_two_groups_that_are_killed_at_once_cost_the_steps_since_an_image(
     victim: int, chaos: Chaos, undisturbed: Calm, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.fault("FT-1", "FT-2", "FT-21")
-@pytest.mark.parametrize("seed", [0, 1, *nightly(2, 3, 4, 5)])
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2, 3, 4, 5)])
 def test_kills_at_random_instants_change_nothing(chaos: Chaos, calm: Outcome, seed: int) -> None:
     killer = Killer(seed, 10)
     found = chaos.run(killer, **options_of(seed))

@@ -66,7 +66,7 @@ def wrong(clock: Path, by_s: int) -> dict[str, str]:
 @pytest.mark.fault("FT-20")
 @pytest.mark.parametrize(
     ("where", "of_the_head_s", "of_the_other_s"),
-    [("tcp", 0, -HOUR_S), *nightly(("directory", HOUR_S, 0), is_many=True)],
+    nightly(("tcp", 0, -HOUR_S), ("directory", HOUR_S, 0), is_many=True),
 )
 def test_clocks_that_are_an_hour_apart_change_nothing(
     nodes: Nodes, stock: Stock, clock: Path, calm: list[float], where: str, of_the_head_s: int, of_the_other_s: int

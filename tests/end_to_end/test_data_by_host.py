@@ -86,6 +86,7 @@ def test_a_host_that_comes_back_brings_its_data_and_the_curve_is_the_same(
         calm.close()
 
 
+@pytest.mark.nightly
 def test_without_a_hosts_data_the_others_save_and_stop(nodes: Nodes) -> None:
     nodes.prepare(2)
     hosts = Hosts(nodes, "--data-by-host", "--max-update", 10**6, "--join-timeout", 8, "--num-workers", 1)

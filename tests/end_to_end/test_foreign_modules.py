@@ -32,7 +32,7 @@ HETSEQ = [str(Path(sys.executable).with_name("hetseq"))]
 FOREIGN = 'raise SystemExit("this is another program")\n'
 
 
-@pytest.mark.parametrize("name", ["hetseq/__init__.py", "tasks.py", *nightly("tasks/__init__.py", "preprocessing.py")])
+@pytest.mark.parametrize("name", ["hetseq/__init__.py", *nightly("tasks.py", "tasks/__init__.py", "preprocessing.py")])
 def test_a_run_heeds_no_module_of_its_names_in_the_current_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(FOREIGN)

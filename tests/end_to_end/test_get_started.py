@@ -82,6 +82,7 @@ def test_the_quickstart_needs_a_wheel_and_no_checkout(newcomer: Newcomer) -> Non
     assert sorted(run.name for run in (here / "runs").iterdir()) == ["again", "digits-yaml", "first", "unequal-workers"]
 
 
+@pytest.mark.nightly  # `.ci/run` itself begins with a fresh checkout
 @pytest.mark.timeout(400)
 def test_a_fresh_checkout_is_installed_and_trains(newcomer: Newcomer) -> None:
     newcomer.types(*titled("install.md", "in an environment that has torch: a checkout"), folder="checkout")

@@ -63,21 +63,27 @@ def _warm() -> None:
 
 
 @pytest.fixture(scope="module")
-def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of a training by the Trainer itself, by the name of its settings."""
-    found = {}
-    for name, settings in (("all", ALL), ("long", LONG)):
-        found[name] = tmp_path_factory.mktemp(name)
-        done = train_alone(found[name], "Trainer", settings)
-        assert done.code == 0, done.err
-    return found
+def by_trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training by the Trainer itself."""
+    return trained(tmp_path_factory.mktemp("all"), ALL)
+
+
+@pytest.fixture(scope="module")
+def long_by_trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("long"), LONG)
+
+
+def trained(folder: Path, settings: dict[str, Any]) -> Path:
+    done = train_alone(folder, "Trainer", settings)
+    assert done.code == 0, done.err
+    return folder
 
 
 @pytest.mark.parametrize(("name", "settings"), [*CASES, *nightly(*MORE, is_many=True)])
 def test_one_rank_is_the_trainer_to_the_last_digits(
-    name: str, settings: dict[str, Any], trainers: dict[str, Path], tmp_path: Path
+    name: str, settings: dict[str, Any], by_trainer: Path, tmp_path: Path
 ) -> None:
-    trainer, ours = trainers["all"] if settings is ALL else tmp_path / "trainer", tmp_path / "ours"
+    trainer, ours = by_trainer if settings is ALL else tmp_path / "trainer", tmp_path / "ours"
     for folder, kind in ((trainer, "Trainer"), (ours, "HetSeqTrainer")):
         if not folder.exists():
             done = train_alone(folder, kind, settings)
@@ -95,16 +101,16 @@ def test_one_rank_is_the_trainer_to_the_last_digits(
         assert {key: other[key] for key in one} == pytest.approx(one, abs=1e-4), "losses in fp32, and rounded"
 
 
-def test_unequal_ranks_give_the_course_of_the_trainer(trainers: dict[str, Path], tmp_path: Path) -> None:
+def test_unequal_ranks_give_the_course_of_the_trainer(by_trainer: Path, tmp_path: Path) -> None:
     done = train_ranks(tmp_path, ALL, *THREE)
     assert done.code == 0, done.err
-    apart = farthest(losses_of_trainer(trainers["all"], 2), losses(tmp_path / "run"))
+    apart = farthest(losses_of_trainer(by_trainer, 2), losses(tmp_path / "run"))
     print(f"3 unequal ranks: loss {apart:.1e} from the Trainer's, {version(tmp_path)}")
     assert apart <= 1e-11
-    (theirs,), ours = courses(trainers["all"]), courses(tmp_path)
+    (theirs,), ours = courses(by_trainer), courses(tmp_path)
     assert [events(course) for course in ours] == [events(theirs)] * 3
     assert max(farthest_numbers(theirs, course) for course in ours) <= 1e-11
-    ends = result(trainers["all"], "Trainer"), result(tmp_path, "HetSeqTrainer")
+    ends = result(by_trainer, "Trainer"), result(tmp_path, "HetSeqTrainer")
     assert farthest(ends[0]["weights"], ends[1]["weights"]) <= 1e-11
     assert ends[0]["eval_loss"] == pytest.approx(ends[1]["eval_loss"], abs=1e-11)
     folders = [path.name for path in sorted((tmp_path / "HetSeqTrainer").iterdir())]
@@ -112,22 +118,20 @@ def test_unequal_ranks_give_the_course_of_the_trainer(trainers: dict[str, Path],
     assert (tmp_path / "saved-HetSeqTrainer" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "event", ["kill:body:1:6", *nightly("kill:after:0:7", "kill:evaluate:1:8", "kill:evaluate:0:8")]
-)
+@pytest.mark.parametrize("event", nightly("kill:body:1:6", "kill:after:0:7", "kill:evaluate:1:8", "kill:evaluate:0:8"))
 def test_a_rank_that_is_killed_and_comes_back_changes_nothing(
-    event: str, trainers: dict[str, Path], tmp_path: Path
+    event: str, long_by_trainer: Path, tmp_path: Path
 ) -> None:
     done = train_ranks(tmp_path, LONG, *THREE, event=event)
     assert done.code == 0, done.err
     assert re.search(r"is back: 3 ranks continue after step", done.err), done.err
-    apart = farthest(losses_of_trainer(trainers["long"], 2), losses(tmp_path / "run"))
+    apart = farthest(losses_of_trainer(long_by_trainer, 2), losses(tmp_path / "run"))
     print(f"{event}: loss {apart:.1e} from the Trainer's, {version(tmp_path)}")
     assert apart <= 1e-11
-    (theirs,), ours = courses(trainers["long"]), courses(tmp_path)
+    (theirs,), ours = courses(long_by_trainer), courses(tmp_path)
     assert len(ours) == 4
     assert max(farthest_numbers(theirs, course) for course in ours) <= 1e-11
-    ends = result(trainers["long"], "Trainer"), result(tmp_path, "HetSeqTrainer")
+    ends = result(long_by_trainer, "Trainer"), result(tmp_path, "HetSeqTrainer")
     assert [entry["step"] for entry in ends[0]["history"]] == [entry["step"] for entry in ends[1]["history"]]
     assert farthest(ends[0]["weights"], ends[1]["weights"]) <= 1e-11
 
@@ -158,7 +162,7 @@ def test_early_stopping_ends_at_the_step_of_the_trainer_with_its_best_model(tmp_
 
 
 @pytest.mark.nightly  # test_own_loop has a shorter one
-def test_a_killed_launcher_resumes_on_another_world(trainers: dict[str, Path], tmp_path: Path) -> None:
+def test_a_killed_launcher_resumes_on_another_world(long_by_trainer: Path, tmp_path: Path) -> None:
     (tmp_path / "happened").touch()  # so that a pace is kept
     settings = {**LONG, "pace_s": 0.2, "resume": True}
     first = {key: value for key, value in settings.items() if key != "resume"}
@@ -170,16 +174,17 @@ def test_a_killed_launcher_resumes_on_another_world(trainers: dict[str, Path], t
     done = train_ranks(tmp_path, settings, "--ranks", 2, "--balance", "3,1", *words)
     assert done.code == 0, done.err
     assert "resuming after step" in done.err
-    apart = farthest(losses_of_trainer(trainers["long"], 2), losses(tmp_path / "run"))
+    apart = farthest(losses_of_trainer(long_by_trainer, 2), losses(tmp_path / "run"))
     print(f"resumed on 2 ranks: loss {apart:.1e} from the Trainer's, {version(tmp_path)}")
     assert apart <= 1e-11
-    (theirs,) = courses(trainers["long"])
+    (theirs,) = courses(long_by_trainer)
     assert max(farthest_numbers(theirs, course) for course in courses(tmp_path)) <= 1e-11
     entries = [[entry["step"] for entry in result(*of)["history"]]
-               for of in ((trainers["long"], "Trainer"), (tmp_path, "HetSeqTrainer"))]  # fmt: skip
+               for of in ((long_by_trainer, "Trainer"), (tmp_path, "HetSeqTrainer"))]  # fmt: skip
     assert entries[0] == entries[1]
 
 
+@pytest.mark.nightly
 def test_a_run_that_has_ended_continues_where_more_is_asked(tmp_path: Path) -> None:
     for epochs in (1, 2):
         done = train_ranks(tmp_path, {"num_train_epochs": epochs}, "--ranks", 1)

@@ -240,6 +240,7 @@ next(run.steps(Stream(), global_batch_size=4, max_steps=1))
     ), finished.err  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_the_example_reads_tar_files_on_any_ranks(tmp_path: Path) -> None:
     example = ROOT / "docs" / "examples" / "stream.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -76,7 +76,7 @@ def check(course: Course, name: str, calm: dict[int, float]) -> None:
     assert worst <= CURVE, f"{worst:.1e}"
 
 
-@pytest.mark.parametrize("own", ["2,1,0", *nightly("auto")])
+@pytest.mark.parametrize("own", nightly("2,1,0", "auto"))
 def test_a_node_joins_and_an_owner_leaves_on_request(nodes: Nodes, calm: dict[int, float], own: str) -> None:
     course = Course(nodes, own=own)
     head = course.start("a")

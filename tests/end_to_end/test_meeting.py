@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from tests.support.nightly import nightly
 from tests.support.nodes import Ended, Node, Nodes
 from tests.support.places import PLACES, Place, directory, fresh_name, tcp
 
@@ -238,7 +239,7 @@ def test_a_rank_beyond_the_world_needs_no_peer_to_be_refused(nodes: Nodes) -> No
 
 
 @pytest.mark.fault("FT-16")
-@pytest.mark.parametrize("where", ["directory", "fresh name", "old file"])
+@pytest.mark.parametrize("where", ["directory", *nightly("fresh name", "old file")])
 def test_a_start_goes_past_what_killed_launchers_have_left(nodes: Nodes, where: str) -> None:
     place = PLACES[where](nodes.folder)
     for rank in (0, 1):

@@ -485,7 +485,7 @@ def test_a_run_of_a_script_has_no_task_to_evaluate(tmp_path: Path) -> None:
     assert "a run of a script has no task to evaluate" in finished.err
 
 
-@pytest.mark.parametrize("deadline", [60, 1])
+@pytest.mark.parametrize("deadline", [*nightly(60), 1])
 def test_a_script_may_take_its_time_between_two_steps(deadline: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     wait = "__import__('time').sleep(4)"

@@ -21,6 +21,7 @@ import pytest
 
 from tests.support import forked
 from tests.support.commands import ROOT
+from tests.support.nightly import nightly
 from tests.support.own_loops import run_script
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def apart(one: list[float], other: list[float]) -> float:
     return max(abs(mine - theirs) / max(1.0, abs(theirs)) for mine, theirs in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [("1",), ("3", "--balance", "5,2,1")], ids=["1 rank", "3 ranks"])
+@pytest.mark.parametrize("ranks", [*nightly(("1",)), ("3", "--balance", "5,2,1")], ids=["1 rank", "3 ranks"])
 def test_a_script_that_was_moved_has_the_losses_of_the_old_one(
     ranks: tuple[str, ...], before: tuple[str, list[float]], folder: Path, tmp_path: Path,
     figure: Callable[[str], None],

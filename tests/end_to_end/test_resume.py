@@ -296,7 +296,7 @@ def test_the_command_line_wins_for_the_optimizer_and_is_refused_for_the_rest(tmp
 
 
 @pytest.mark.fault("FT-11")
-@pytest.mark.parametrize("world", [2, *nightly(1)])
+@pytest.mark.parametrize("world", nightly(2, 1))
 def test_kill_9_during_a_save_6_times_by_command_line(tmp_path: Path, world: int) -> None:
     draw, run, torn_off = random.Random(), tmp_path / "run", 0
     last = 0

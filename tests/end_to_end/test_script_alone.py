@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import HETSEQ, ROOT, run_command
+from tests.support.nightly import nightly
 from tests.support.own_loops import LOOPS
 
 pytestmark = pytest.mark.slow
@@ -130,7 +131,7 @@ def test_a_program_ends_one_run_before_the_next(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "told"),
     [("gan", ["check: the gradient of 16 samples is the same in 2, 3, 16 pieces"] * 2),
-     ("clip", ["check: the gradient of 24 samples is the same in 2, 3, 24 pieces"])],
+     *nightly(("clip", ["check: the gradient of 24 samples is the same in 2, 3, 24 pieces"]), is_many=True)],
 )  # fmt: skip
 def test_a_loop_is_checked_without_an_update(script: str, told: list[str], tmp_path: Path) -> None:
     finished = run_command(

@@ -14,6 +14,7 @@ __all__ = ["calm"]  # a fixture
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
+@pytest.mark.nightly
 def test_where_the_nodes_meet_in_a_directory_a_shadow_becomes_the_head(nodes: Nodes, calm: dict[int, float]) -> None:
     course = Course(nodes, *NO_STATE, place=directory(nodes.folder).url)
     head = course.start("--ranks", 2, cold=True)

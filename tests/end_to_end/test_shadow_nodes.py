@@ -166,7 +166,7 @@ def regroups(course: Course) -> int:
     return sum(event["event"] == "generation" for event in course.events())
 
 
-@pytest.mark.parametrize("words", [(), SHARDED, LAYERED], ids=["replicas", "owners", "layers"])
+@pytest.mark.parametrize("words", [(), *nightly(SHARDED), LAYERED], ids=["replicas", "owners", "layers"])
 def test_when_all_ranks_are_killed_the_run_goes_on_from_the_shadow(
     nodes: Nodes, calm: dict[int, float], words: tuple[str, ...]
 ) -> None:
@@ -183,7 +183,7 @@ def test_when_all_ranks_are_killed_the_run_goes_on_from_the_shadow(
 
 
 @pytest.mark.parametrize(
-    ("words", "victim"), [(SHARDED, 0), (SHARDED, 1), (LAYERED, 0), *nightly((LAYERED, 1), is_many=True)]
+    ("words", "victim"), [(SHARDED, 0), *nightly((SHARDED, 1), (LAYERED, 0), (LAYERED, 1), is_many=True)]
 )
 def test_an_owner_that_is_killed_costs_nothing_while_a_shadow_follows(
     nodes: Nodes, calm: dict[int, float], words: tuple[str, ...], victim: int
@@ -255,6 +255,7 @@ def test_a_rank_that_is_killed_leaves_the_shadow_a_shadow(nodes: Nodes, calm: di
     assert {tuple(row["slots"]) if "slots" in row else (0, 1) for row in course.rows()} <= {(0, 1), (0,)}
 
 
+@pytest.mark.nightly
 def test_the_ranks_wait_for_a_stopped_shadow_in_no_phase(nodes: Nodes, calm: dict[int, float]) -> None:
     course = Course(nodes, *NO_STATE)
     course.start("--ranks", 2)
@@ -300,6 +301,7 @@ def test_the_death_of_a_shadow_costs_the_ranks_nothing(nodes: Nodes, calm: dict[
 PHASES = ["loading", "join", "follow_state", "follow", "optimizer"]
 
 
+@pytest.mark.nightly
 def test_a_shadow_may_die_in_each_phase(nodes: Nodes, calm: dict[int, float]) -> None:
     course, faults = Course(nodes, *NO_STATE), Faults()
     for incarnation, phase in enumerate(PHASES):
@@ -317,6 +319,7 @@ def test_a_shadow_may_die_in_each_phase(nodes: Nodes, calm: dict[int, float]) ->
     assert len(takeovers(course)) == 1
 
 
+@pytest.mark.nightly
 def test_two_shadows_one_after_the_other(nodes: Nodes, calm: dict[int, float]) -> None:
     course = Course(nodes, *NO_STATE, "--max-restarts", 0)
     course.start("--ranks", 2)
@@ -351,6 +354,7 @@ def test_a_step_brings_the_shadow_the_bytes_of_its_gradient(nodes: Nodes, words:
     assert 0 <= more <= 0.01
 
 
+@pytest.mark.nightly
 def test_a_shadow_that_is_asked_to_leave_leaves_alone(nodes: Nodes) -> None:
     course = Course(nodes, *NO_STATE)
     ranks = course.start("--ranks", 2)
@@ -374,6 +378,7 @@ def test_a_shadow_that_is_the_first_node_is_refused(nodes: Nodes) -> None:
     assert "is the first node, and --shadow follows the others" in ended.message
 
 
+@pytest.mark.nightly
 def test_a_shadow_that_comes_before_the_ranks_have_begun_follows_them(nodes: Nodes, calm: dict[int, float]) -> None:
     course = Course(nodes, *NO_STATE)
     head = course.start("--ranks", 2, "--min-ranks", 3)
@@ -435,6 +440,7 @@ class Frozen(Ledger):
 """
 
 
+@pytest.mark.nightly
 def test_a_large_frozen_model_does_not_keep_the_shadow_from_following(nodes: Nodes) -> None:
     """256 MB that all have, and steps that take no longer than a few of them over the network."""
     task = nodes.folder / "frozen_task.py"

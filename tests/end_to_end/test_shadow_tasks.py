@@ -148,6 +148,7 @@ def test_a_shadow_follows_all_that_the_next_step_depends_on(
     assert int(str(taken["step"])) >= last - 1
 
 
+@pytest.mark.nightly
 def test_a_shadow_learns_what_a_hook_did_in_which_a_rank_was_killed(nodes: Nodes, calm: dict[str, Curve]) -> None:
     """The learning rate falls, and the shadow has the step: only what followed from it is missing."""
     course = Course(nodes, *NO_STATE, *of(nodes, "Interrupted"))

@@ -483,7 +483,7 @@ def test_a_reader_that_goes_away_hangs_nothing(tmp_path: Path, streams: str) -> 
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("kind", ["terminal", *nightly("pipe")])
+@pytest.mark.parametrize("kind", nightly("terminal", "pipe"))
 def test_a_reader_that_reads_nothing_stops_no_rank_and_what_it_misses_is_in_a_file(tmp_path: Path, kind: str) -> None:
     (tmp_path / "chatty_task.py").write_text(CHATTY)
     words = [*PLAIN, "--save-dir", str(tmp_path / "run"), "--distributed-world-size", "2", "--step-deadline", "60"]
@@ -522,6 +522,7 @@ def test_without_a_launcher_process_a_signal_saves_and_a_second_one_stops_at_onc
     assert max(kept(tmp_path / "run")) >= 4, "that of step 5 may lack its commit"
 
 
+@pytest.mark.nightly
 def test_a_fork_server_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     words = [*DIGITS, "--distributed-world-size", 2, "--save-interval-updates", 2]
     with start_trial(words, tmp_path / "run", is_cold=True) as trial:

@@ -87,6 +87,7 @@ def test_a_model_with_tied_words_is_refused_beside_tensor_parallelism(tmp_path: 
     assert "are tied and divided, and FSDP would train them apart" in output(2, path)
 
 
+@pytest.mark.nightly
 def test_offload_leaves_gathered_parameters_where_they_are_and_changes_no_bit() -> None:
     said = output(2, SUPPORT / "offloaded_units.py")
     # the input of the model, and the result of each of the three units

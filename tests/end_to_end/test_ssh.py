@@ -160,6 +160,7 @@ def empty_wheels(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_hetseq_and_its_packages_are_installed_on_each_host_once(
     tmp_path: Path, words: Callable[..., list[str]]
 ) -> None:

@@ -88,7 +88,7 @@ def _warm() -> None:
     forked.warm_up()
 
 
-@pytest.mark.parametrize("name", [*nightly("wandb", "trackio"), "mlflow", "own"])
+@pytest.mark.parametrize("name", [*nightly("wandb", "mlflow", "trackio"), "own"])
 def test_the_writer_and_then_the_launcher_are_killed_and_each_row_arrives_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
