@@ -27,17 +27,8 @@ from tests.support.tiny_models import publish
 
 pytestmark = pytest.mark.slow
 
-#: pages whose commands other tests of this folder and `make tour` run in about the same words; nightly
-SHOWN_ELSEWHERE = {
-    "examples/README.md": "test_examples",
-    "docs/concepts/compared.md": "test_migration",
-    "docs/guides/fault-tolerance.md": "tests/tour.py",
-    "docs/guides/doctor.md": "test_doctors",
-    "docs/guides/hf-trainer.md": "test_hf_trainer",
-    "docs/guides/smp-scripts.md": "test_smp_scripts",
-    "docs/start/bert.md": "test_bert",
-    "docs/start/lora.md": "test_hf_causal_lm",
-}
+#: the pages that a newcomer begins with; the others are nightly, and `make tour` is too
+FIRST = ("README.md", "docs/start/quickstart.md", "docs/start/own-model.md", "docs/start/own-loop.md")
 
 #: a run directory of real data, by its name in the manual
 DATA_RUN = "runs/mnist"
@@ -78,16 +69,16 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def is_shown_elsewhere(page: Path) -> bool:
-    return name_of(page) in SHOWN_ELSEWHERE
+def is_first(page: Path) -> bool:
+    return name_of(page) in FIRST
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "page",
     [
-        *filterfalse(is_shown_elsewhere, pages_that_need_no_data()),
-        *nightly(*filter(is_shown_elsewhere, pages_that_need_no_data())),
+        *filter(is_first, pages_that_need_no_data()),
+        *nightly(*filterfalse(is_first, pages_that_need_no_data())),
     ],
     ids=name_of,
 )

@@ -25,6 +25,8 @@ from hetseq.checkpoint.rank_messages import Row, exchange, first_failure
 from hetseq.checkpoint.records import CHUNK_BYTES
 from hetseq.checkpoint.writer import MessagePipe, Writer
 from hetseq.comm.group import LocalGroup
+from hetseq.system import faults
+from hetseq.testing import Faults
 from tests.support.checkpoints import LINEAGE, contents, loaded_step, manager, tensors_of, together
 
 # a writer that cannot make a folder while the file named by {full!r} is there
@@ -214,3 +216,21 @@ def test_a_save_that_is_cancelled_after_its_end_does_not_spoil_the_next_one(tmp_
 def test_a_row_that_says_busy_comes_back() -> None:
     assert [row.busy for row in exchange(LocalGroup(), Row(busy=True))] == [True]
     assert [row.busy for row in exchange(LocalGroup(), Row())] == [False]
+
+
+@pytest.mark.parametrize("phase", ["persist", "rename"])
+def test_a_fault_of_a_writer_happens_in_the_save_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    monkeypatch.setattr(faults, "_armed", None)
+    faults.arm(Faults().raise_(rank=0).at(step=2, phase=phase).text(), slot=0, incarnation=0)
+    own = manager(tmp_path, LocalGroup(), run_id=str(tmp_path))
+    assert own.prepare(tensors_of(0)) is None
+    results = []
+    for step in (1, 2, 3):
+        assert begin(own, step) is None
+        own.settle()
+        results.append(own.finish())
+    own.close()
+    assert [result is not None and result.ok for result in results] == [True, False, True]
+    assert f"slot 0, step 2, phase {phase}" in str(results[1])
