@@ -25,6 +25,7 @@ from hetseq.checkpoint import Held
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.task import make_task
 from tests.support import toys
+from tests.support.nightly import nightly
 from tests.support.owned import Piece, put_together, session_of
 from tests.support.ranks import run_ranks
 from tests.support.training import Recorder, prepared
@@ -203,7 +204,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["adamw", "sgd-momentum-clip"])
+@pytest.fixture(scope="module", params=["shared", *nightly("gloo")], ids=["adamw", "sgd-momentum-clip"])
 def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder, words = tmp_path_factory.mktemp("matrix"), [*WORDS, *CASES[request.param]]
     runs = {name: folder / str(number) for number, name in enumerate(LAYOUTS)}
