@@ -60,7 +60,7 @@ def one_cycle(nodes: Nodes, place: Place, number: int) -> tuple[Node, Node | Non
     return one, other
 
 
-@pytest.mark.parametrize("cycles", [8, *nightly(100)])  # of eight kinds
+@pytest.mark.parametrize("cycles", nightly(8, 100))  # of eight kinds
 def test_many_starts_and_stops_in_one_directory_leave_nothing(nodes: Nodes, cycles: int) -> None:
     place = directory(nodes.folder)
     before: dict[int, tuple[int, int]] = {}

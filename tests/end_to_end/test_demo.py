@@ -111,6 +111,7 @@ def test_both_demos_are_in_its_help(flag: str, capsys: pytest.CaptureFixture[str
     assert out.startswith("usage: hetseq demo [mnist | bert]")
 
 
+@pytest.mark.nightly
 def test_a_corpus_is_made_where_the_name_has_a_space_and_the_user_has_a_folder_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_two_unequal_ranks_have_the_curve_of_one(tmp_path: Path, task: str) -> N
     assert found.largest[0] <= 1e-12
 
 
+@pytest.mark.nightly
 @TASKS
 @pytest.mark.usefixtures("transformers_where_needed")
 def test_the_selftest_finds_the_tasks_exact(task: str) -> None:

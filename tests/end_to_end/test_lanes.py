@@ -104,7 +104,7 @@ def test_unequal_ranks_give_the_course_of_one_and_read_few_records_twice(window:
         assert twice <= (ranks - 1) * LENGTH / 8, f"{twice} of {LENGTH} records were read twice"
 
 
-@pytest.mark.parametrize("count", [2, *nightly(20)])
+@pytest.mark.parametrize("count", nightly(2, 20))
 def test_each_record_comes_once_over_random_stops_deaths_and_changes_of_the_world(count: int, tmp_path: Path) -> None:
     epochs = 2 if count == 5 else 5
     env = {"LOOP_STEPS": str(epochs * EPOCH)}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from hetseq.balance.cost_meter import AtOnce
+from tests.support.nightly import nightly
 from tests.support.simulated import (
     CALM,
     Machine,
@@ -142,9 +143,7 @@ def test_noise_alone_seldom_changes_shares() -> None:
     assert min(trace.changes() for trace in traces) >= 2  # the twin: they do change while they are settling
 
 
-@pytest.mark.parametrize(
-    "total", [pytest.param(256, marks=pytest.mark.slow), pytest.param(1024, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("total", nightly(256, 1024))
 def test_a_hundred_clusters_are_close_to_the_best_that_could_be(total: int) -> None:
     """Six ranks, speeds of 1 to 8, fixed parts of up to 15 %; noise of 5 %, and 3 % of steps take four times as long.
 
@@ -159,9 +158,7 @@ def test_a_hundred_clusters_are_close_to_the_best_that_could_be(total: int) -> N
     assert sum(not any(trace.late(step) for step in range(3, 10)) for trace in traces) >= 90
 
 
-@pytest.mark.parametrize(
-    "clusters", [pytest.param(40, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("clusters", nightly(40, 100))
 def test_clusters_lose_three_steps_to_a_rank_that_slows_down(clusters: int) -> None:
     calm = runs(clusters, 1024, weather=CALM, changes={100: {0: 3.0}})
     assert max(trace.unsettled(first=100, last=120) for trace in calm) == 3

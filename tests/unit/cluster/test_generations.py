@@ -1157,7 +1157,7 @@ def histories(seeds: range, **options: Any) -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    "schedules", [300, pytest.param(1500, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.nightly)]
+    "schedules", [300, pytest.param(1500, marks=pytest.mark.nightly), pytest.param(10_000, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("is_lossy", [False, True])
 def test_whatever_the_network_and_the_machines_do_the_run_comes_to_one_end(schedules: int, is_lossy: bool) -> None:

@@ -308,7 +308,7 @@ NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(3600)]
         (2, 2, Budget(faults=2), {"has_stops": False}, 2500),
         (2, 2, Budget(faults=1, restarts=1), {"has_stops": False}, 2500),
         pytest.param(2, 2, Budget(faults=1), {}, 6000, marks=pytest.mark.slow),
-        pytest.param(2, 3, Budget(faults=2, restarts=1), {"has_stops": False}, 50_000, marks=pytest.mark.slow),
+        pytest.param(2, 3, Budget(faults=2, restarts=1), {"has_stops": False}, 50_000, marks=pytest.mark.nightly),
         pytest.param(3, 2, Budget(faults=2), {"has_stops": False}, 30_000, marks=pytest.mark.slow),
         # gradients on their way too, and no move made at once
         pytest.param(3, 1, Budget(faults=1), {"is_reduced": False, "has_stops": False}, 6000, marks=pytest.mark.slow),
