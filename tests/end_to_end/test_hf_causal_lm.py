@@ -87,6 +87,7 @@ def test_a_checkpoint_holds_adapters_alone(runs: tuple[Path, Path], folder: Path
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+@pytest.mark.nightly
 def test_evaluate_predict_and_both_exports(runs: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
     said = hetseq("evaluate", runs[0], "--json").out
     assert json.loads(said.splitlines()[-1])["valid_perplexity"] > 1

@@ -80,6 +80,7 @@ def trained(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(("name", "settings"), [*CASES, *nightly(*MORE, is_many=True)])
+@pytest.mark.nightly
 def test_one_rank_is_the_trainer_to_the_last_digits(
     name: str, settings: dict[str, Any], by_trainer: Path, tmp_path: Path
 ) -> None:

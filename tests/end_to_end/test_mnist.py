@@ -23,7 +23,7 @@ def losses(save_dir: Path) -> list[float]:
     return [row["loss"] for row in read_rows(save_dir / "metrics.jsonl") if "loss" in row]
 
 
-@pytest.mark.nightly  # of 98.5 % the demo's 97 % of the small digits are told in CI, of these files the test below
+@pytest.mark.nightly  # in CI: the 97 % of the small digits of the demo
 @pytest.mark.timeout(450)  # 50 s alone; two threads that wait for each other take long beside others
 def test_one_epoch_of_mnist_classifies_98_5_percent_of_the_test_images(mnist_data: Path, tmp_path: Path) -> None:
     words = "--task mnist --batch-size 64 --max-epoch 1 --optimizer adam --lr 2e-3 --warmup-updates 100"
@@ -36,6 +36,7 @@ def test_one_epoch_of_mnist_classifies_98_5_percent_of_the_test_images(mnist_dat
     assert validation["step"] == 938  # 60,000 images in batches of 64, the last one of 32
 
 
+@pytest.mark.nightly
 def test_three_unequal_ranks_follow_the_curve_of_one_process(mnist_data: Path, tmp_path: Path) -> None:
     words = "--task mnist --global-batch-size 64 --max-update 40 --optimizer sgd --lr 0.02 --dropout 0 --cpu --no-save"
     words += " --disable-validation --precision fp64"

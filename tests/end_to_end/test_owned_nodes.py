@@ -107,6 +107,7 @@ def worst(mine: dict[int, float], calm: dict[int, float]) -> float:
 
 
 @pytest.mark.parametrize("removed", [*nightly(0), 1])
+@pytest.mark.nightly
 def test_a_host_that_never_returns_leaves_a_whole_checkpoint_with_the_other(
     nodes: Nodes, lab: Lab, calm: dict[int, float], removed: int
 ) -> None:
@@ -135,6 +136,7 @@ def test_an_owner_that_leaves_gives_its_part_to_the_others(nodes: Nodes, lab: La
 
 
 @pytest.mark.parametrize("victim", [0, *nightly(1)])
+@pytest.mark.nightly
 def test_an_owner_that_dies_sends_all_back_to_the_newest_state(
     nodes: Nodes, lab: Lab, calm: dict[int, float], victim: int
 ) -> None:

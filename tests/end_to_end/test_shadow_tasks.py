@@ -128,6 +128,7 @@ def check(course: Course, curve: Curve) -> None:
 
 @pytest.mark.parametrize("task", ["Busy", *nightly("WithoutHook")])
 @pytest.mark.parametrize("words", [*nightly(()), ("--shard-model", "state")], ids=["replicas", "owners"])
+@pytest.mark.nightly
 def test_a_shadow_follows_all_that_the_next_step_depends_on(
     nodes: Nodes, calm: dict[str, Curve], words: tuple[str, ...], task: str
 ) -> None:

@@ -407,6 +407,7 @@ def test_a_worker_that_falls_silent_is_fenced_after_the_deadline_and_the_others_
     print(f"went on {seconds:.1f} s after it fell silent")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_while_it_loads_is_named_with_its_stacks_also_one_that_comes_back(tmp_path: Path) -> None:
     (tmp_path / "slow_task.py").write_text(IMPATIENT)
     words = _planned(tmp_path, {"load": "wait"}, "--distributed-world-size", 2, "--max-epoch", 4000)

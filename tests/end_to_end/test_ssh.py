@@ -70,6 +70,7 @@ def left_running(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_two_hosts_run_a_script_together(tmp_path: Path, words: Callable[..., list[str]]) -> None:
     example = ROOT / "docs" / "examples" / "own_loop.py"
     line = words("labA:2,labB:1")
