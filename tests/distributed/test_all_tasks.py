@@ -130,13 +130,12 @@ def placed(cases: list[Case], layout: tuple[str, str]) -> list[tuple[Case, str]]
     return [(replace(case, own=layout[0]), layout[1]) for case in cases]
 
 
-#: those that are nightly
-OTHERS = ["bert lamb", "causal lm"]
+NIGHTLY = ["bert lamb", "causal lm"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # compiling takes long on a busy machine
-@pytest.mark.parametrize("name", [*(name for name in CASES if name not in OTHERS), *nightly(*OTHERS)])
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in NIGHTLY), *nightly(*NIGHTLY)])
 def test_the_curve_is_that_of_one_device(name: str, tmp_path: Path) -> None:
     layout, shares_memory, cases = CASES[name]
     check(tmp_path, placed(cases, LAYOUTS[layout]), shares_memory=shares_memory)
@@ -157,7 +156,7 @@ def test_the_whole_matrix(task: str, layout: tuple[str, str], shares_memory: boo
     cases += [Case(task, "", "adamw", frozen=frozen), Case(task, "", "sgd", clip_norm=0.0)]
     cases += [Case(task, "", "adamw", one) for one in (AGAIN, *AWAY, "--activation-checkpointing")]
     cases += [Case(task, "", "adamw", AWAY[0], frozen=frozen), Case(task, "", "muon", AWAY[2])]
-    if shares_memory and task not in ("causal lm", "lora"):  # what is compiled knows no transport
+    if shares_memory and task not in ("causal lm", "lora"):  # the transport makes no difference to compiled layers
         cases += [Case(task, "", "adamw", flags, compiles=True) for flags in ("", AWAY[0])]
     check(tmp_path, placed(cases, layout), shares_memory=shares_memory)
 

@@ -211,13 +211,12 @@ CASES = {
 }  # fmt: skip
 
 
-#: those that CI runs; the others are nightly
-SOME = ["bert adamw", "llama adagrad", "lora adamw"]
+IN_CI = ["bert adamw", "llama adagrad", "lora adamw"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # compiling takes long on a busy machine
-@pytest.mark.parametrize("name", [*SOME, *nightly(*(name for name in CASES if name not in SOME))])
+@pytest.mark.parametrize("name", [*IN_CI, *nightly(*(name for name in CASES if name not in IN_CI))])
 def test_the_curve_is_that_of_one_device(name: str, tmp_path: Path) -> None:
     cases, shares_memory = CASES[name]
     check(tmp_path, cases, shares_memory=shares_memory)

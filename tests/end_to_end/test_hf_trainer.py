@@ -46,8 +46,6 @@ ALL = {
 LONG = {**ALL, "num_train_epochs": 12, "pace_s": 1.0}  # a rank that was killed is back before the end
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("GPT-2", ALL),
-]
-MORE = [
     ("a model without num_items_in_batch", {"model": "tagger", "max_steps": 13}),
     ("compute_loss_func", {"by_function": True, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0}),
     ("no labels", {"model": "quiet"}),
@@ -79,8 +77,8 @@ def trained(folder: Path, settings: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "settings"), [*CASES, *nightly(*MORE, is_many=True)])
 @pytest.mark.nightly
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_one_rank_is_the_trainer_to_the_last_digits(
     name: str, settings: dict[str, Any], by_trainer: Path, tmp_path: Path
 ) -> None:
@@ -119,7 +117,8 @@ def test_unequal_ranks_give_the_course_of_the_trainer(by_trainer: Path, tmp_path
     assert (tmp_path / "saved-HetSeqTrainer" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("event", nightly("kill:body:1:6", "kill:after:0:7", "kill:evaluate:1:8", "kill:evaluate:0:8"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("event", ["kill:body:1:6", "kill:after:0:7", "kill:evaluate:1:8", "kill:evaluate:0:8"])
 def test_a_rank_that_is_killed_and_comes_back_changes_nothing(
     event: str, long_by_trainer: Path, tmp_path: Path
 ) -> None:

@@ -94,7 +94,6 @@ def test_two_unequal_ranks_have_the_losses_of_one_process_of_torchrun(by_torchru
     assert difference(by_torchrun, two) <= EXACT
 
 
-@pytest.mark.nightly
 def test_two_processes_of_torchrun_have_other_losses_than_one(by_torchrun: Path, tmp_path: Path) -> None:
     """The twin: the same samples in every step, but a mean of two means over different numbers of letters."""
     two = there(tmp_path / "two", *TORCHRUN, "2", str(WORDS / "with_ddp.py"))

@@ -114,7 +114,6 @@ def test_a_model_whose_replica_does_not_fit_trains_where_another_node_owns_most_
     assert all(row["shares"] == [2, 2] for row in rows)
 
 
-@pytest.mark.nightly
 def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: SmallNode) -> None:
     small.allow(ROOM_BYTES)
     start(nodes, small)

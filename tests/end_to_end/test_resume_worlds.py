@@ -155,7 +155,7 @@ def test_so_does_one_that_is_killed_at_any_instants(tmp_path: Path, calm: Result
         assert len(resumed_from) >= 2  # of 3: before the first save a run begins anew
 
 
-@pytest.mark.parametrize("spoil", nightly("dropout", "sample"))
+@pytest.mark.parametrize("spoil", ["dropout", *nightly("sample")])
 def test_one_link_with_other_dropout_or_at_another_sample_would_be_seen(
     tmp_path: Path, calm: Result, spoil: str
 ) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from hetseq.errors import EXIT_DONE
 from tests.end_to_end.test_shadow_nodes import NO_STATE, TOLERANCE, WORDS, Course, regroups, takeovers
-from tests.support.nightly import nightly
 from tests.support.nodes import Nodes, Stock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -126,9 +125,9 @@ def check(course: Course, curve: Curve) -> None:
         assert loss is None or abs(found - loss) <= TOLERANCE * abs(loss), f"step {step}: {found} {loss}"
 
 
-@pytest.mark.parametrize("task", ["Busy", *nightly("WithoutHook")])
-@pytest.mark.parametrize("words", [*nightly(()), ("--shard-model", "state")], ids=["replicas", "owners"])
 @pytest.mark.nightly
+@pytest.mark.parametrize("task", ["Busy", "WithoutHook"])
+@pytest.mark.parametrize("words", [(), ("--shard-model", "state")], ids=["replicas", "owners"])
 def test_a_shadow_follows_all_that_the_next_step_depends_on(
     nodes: Nodes, calm: dict[str, Curve], words: tuple[str, ...], task: str
 ) -> None:
