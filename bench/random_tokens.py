@@ -96,6 +96,12 @@ class Huge(Large):
     words, length, width, layers = 4000, 16, 768, 32
 
 
+class Deep(Large):
+    """406 M parameters in many layers, each of which is less than 1 % of them."""
+
+    words, length, width, layers = 4000, 16, 512, 128
+
+
 class TwoUnits(Large):
     """As `Large`, for a try of the script: 4 M parameters."""
 

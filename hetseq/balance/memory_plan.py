@@ -143,7 +143,8 @@ class RankMemory:
 
     `host_bytes` may hold state beside the device. `most_owned_bytes` limits the state there, None for no limit.
     `is_stable`: its node stays until the end of the run. Ranks with an equal `node` are on one node; "" is a node of
-    its own. `node_bytes_per_s` is the link between them, None for the link that it has to all others.
+    its own. `node_bytes_per_s` is the link between them, None for the link that it has to all others. `must_compute`: a
+    layout in which it has no room for its samples does not fit.
     """
 
     name: str
@@ -155,6 +156,7 @@ class RankMemory:
     is_stable: bool = False
     node: str = ""
     node_bytes_per_s: float | None = None
+    must_compute: bool = False
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -307,8 +309,8 @@ def _candidate(
             max(0, bytes_ - most, _above_limit(kind, model, rank)) for bytes_, most, rank in zip(taken, usable, ranks)
         )
         # a rank without room for its samples computes none, and may still own
-        others = [replace(cost, limit=0) if lacks and share else cost
-                  for cost, lacks, share in zip(costs, missing, shares)]  # fmt: skip
+        others = [replace(cost, limit=0) if lacks and share and not rank.must_compute else cost
+                  for cost, lacks, share, rank in zip(costs, missing, shares, ranks)]  # fmt: skip
         if others == costs or sum(total if cost.limit is None else cost.limit for cost in others) < total:
             break
         costs = others

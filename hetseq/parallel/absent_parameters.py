@@ -1,50 +1,59 @@
 """Uses of parameters that come and go which their layers do not show: found before they read memory that is free.
 
-Responsible for two checks of a micro-batch, of which a rank makes the first one only, since models do alike in all: no
-code reads parameters of a layer outside of its forward, and no gradient comes to them but through its output. Knows
+Responsible for two checks: no code reads parameters while they are not here, and no gradient comes to parameters of a
+layer but through its output. The second is made in the first micro-batch of a rank, since models do alike in all. Knows
 nothing of when parameters are here. Without the checks such a use would end the process, or give wrong gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
 
 from hetseq.errors import TaskError
 
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that give tensors of the same memory
 _HARMLESS = {
     "__hash__", "__len__", "data_ptr", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
-    "is_floating_point", "ndimension", "nelement", "numel", "register_hook", "requires_grad_", "size", "storage_offset",
-    "stride", "untyped_storage",
+    "is_floating_point", "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
+    "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
 }  # fmt: skip
 
 
-class RefusingAbsent(TorchFunctionMode):
-    """Context in which the use of a parameter that is not here raises TaskError.
+class _Absent(torch.nn.Parameter):
+    """A parameter that is not here. Whatever reads its memory raises TaskError; the rest works as before."""
 
-    `name_of_absent` gives the name of such a parameter by its `id`, None for any other tensor.
-    """
+    absent_name: str
 
-    def __init__(self, name_of_absent: Callable[[int], str | None]) -> None:
-        super().__init__()
-        self._name_of_absent = name_of_absent
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if not _is_harmless(func):
             for value in (*args, *given.values()):
                 for one in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(one, torch.nn.Parameter) and (name := self._name_of_absent(id(one))) is not None:
+                    if type(one) is _Absent:
                         raise TaskError(
-                            f"--shard-model all: {name} is used outside of the forward of its layer, where it is not"
-                            " here: use --shard-model state"
+                            f"--shard-model all: {one.absent_name} is used outside of the forward of its layer, where"
+                            " it is not here: use --shard-model state"
                         )
-        return func(*args, **given)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+
+def mark(parameter: torch.nn.Parameter, absent_name: str | None) -> None:
+    """Have uses of a parameter of that name refused, or with None no longer.
+
+    The object stays the same and gets another class, so a parameter that is here costs nothing to read. A parameter of
+    a class of its own keeps it.
+    """
+    if absent_name is None and type(parameter) is _Absent:
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+    elif absent_name is not None and type(parameter) is torch.nn.Parameter:
+        parameter.__class__ = _Absent
+        parameter.absent_name = absent_name  # type: ignore[attr-defined]
 
 
 def _is_harmless(func: Any) -> bool:
@@ -53,6 +62,12 @@ def _is_harmless(func: Any) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _VIEWS
     return name in _HARMLESS or name == "__set__"
+
+
+def are_within(tensors: Sequence[torch.Tensor], memories: Sequence[torch.Tensor]) -> bool:
+    """Whether one of the tensors is a part of one of these memories."""
+    places = {one.untyped_storage()._cdata for one in memories}
+    return any(one.layout is torch.strided and one.untyped_storage()._cdata in places for one in tensors)
 
 
 def hidden_from(loss: torch.Tensor, outputs: Mapping[int, Sequence[Node]], layer_of: Mapping[int, int]) -> int | None:

@@ -10,9 +10,12 @@ equal. What a forward changes besides its result would change twice, so modules 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -62,17 +65,58 @@ class _ForwardAgain:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module, self._forward = name, module, module.forward
+        self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._module.training and torch.is_grad_enabled()):
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        before = [buffer._version for buffer in self._module.buffers()]
-        result = checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        if before != [buffer._version for buffer in self._module.buffers()]:
+        buffers = list(self._module.buffers())
+        versions = [one._version for one in buffers]
+        # a change of `.data` has no version; a module that makes one does so from the first time on
+        values = [] if self._has_run else [one.clone() for one in buffers]
+        self._has_run = True
+        result = self._checkpointed(args, kwargs)
+        now = list(self._module.buffers())
+        if (
+            [*map(id, now)] != [*map(id, buffers)]
+            or [one._version for one in now] != versions
+            or not all(torch.equal(one, before) for one, before in zip(now, values))
+        ):
             raise TaskError(
                 f"{self._name} ({type(self._module).__name__}) changes one of its buffers in forward, and with"
                 " --checkpoint-modules it would do so once more in backward: leave this module out"
             )
         return result
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # by position, where `checkpoint` looks for tensors: it keeps the random numbers of their devices alone
+        count, names = len(args), list(kwargs)
+        parameter = next(self._module.parameters(), None)
+        devices = [] if parameter is None or parameter.device.type == "cpu" else [parameter.new_empty(0)]
+        python, numpy, is_again = random.getstate(), np.random.get_state(), False
+
+        def forward(*given: Any) -> Any:
+            nonlocal is_again
+            named = dict(zip(names, given[count:]))
+            if is_again:
+                with _random_numbers_of(python, numpy):
+                    return self._forward(*given[:count], **named)
+            is_again = True
+            return self._forward(*given[:count], **named)
+
+        return checkpoint(forward, *args, *kwargs.values(), *devices, use_reentrant=False)
+
+
+@contextmanager
+def _random_numbers_of(python: Any, numpy: Any) -> Iterator[None]:
+    """Context in which Python and NumPy draw from these states on; `checkpoint` does so for torch."""
+    before = random.getstate(), np.random.get_state()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

@@ -71,6 +71,8 @@ class ActivationOffload:
             # a copy of another kind of tensor could be another one to a kernel
             if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != device:
                 return False
+            if tensor.is_conj() or tensor.is_neg():  # which the memory does not show
+                return False
             storage = tensor.untyped_storage()
             is_large = tensor.nbytes >= self._least_bytes
             # of a part of a larger tensor the whole would stay, and its copy could have other strides
@@ -86,6 +88,30 @@ class ActivationOffload:
     def close(self) -> None:
         """Release the tier."""
         self._tier.close()
+
+
+class _Stayed:
+    """A tensor that autograd keeps where it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # with its graph a result would hold itself; a parameter has none, and its memory may change
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = tensor._version
+
+    def checked(self) -> Tensor:
+        """The tensor. Raises RuntimeError if it was changed since forward kept it: with hooks autograd does not ask."""
+        _refuse_change(self._tensor, self._version)
+        return self._tensor
+
+
+def _refuse_change(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"one of the tensors needed for gradient computation, of shape {tuple(tensor.shape)}, has been modified by"
+            " an inplace operation after forward had kept it"
+        )
 
 
 class _Kept:
@@ -108,11 +134,8 @@ class _Kept:
 
     def check(self) -> None:
         """Raise RuntimeError if the tensor was changed since forward kept it."""
-        if self.tensor is not None and self.tensor._version != self.version:
-            raise RuntimeError(
-                f"one of the tensors needed for gradient computation, of shape {tuple(self.tensor.shape)}, has been"
-                " modified by an inplace operation after forward had kept it"
-            )
+        if self.tensor is not None:
+            _refuse_change(self.tensor, self.version)
 
 
 class _MicroBatch:
@@ -126,10 +149,10 @@ class _MicroBatch:
         self._leaving: weakref.ref[_Kept] | None = None
         self._live = 0
 
-    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+    def pack(self, tensor: Tensor) -> _Stayed | _Kept:
         """What autograd keeps in the place of a tensor."""
         if not self._may_leave(tensor):
-            return tensor
+            return _Stayed(tensor)
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         one = self._by_memory.get(key)
         kept = None if one is None else one()
@@ -152,10 +175,10 @@ class _MicroBatch:
             self._push_out(self._hot.popleft()())
         return kept
 
-    def unpack(self, kept: Tensor | _Kept) -> Tensor:
+    def unpack(self, kept: _Stayed | _Kept) -> Tensor:
         """The tensor that backward takes; those that it takes next begin to come back."""
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(kept, _Stayed):
+            return kept.checked()
         tensor = kept.tensor  # of one that is still leaving too
         if tensor is None:
             arriving, kept.arriving = kept.arriving or self._fetch(kept), None

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from bisect import bisect
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,35 +78,17 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-class _Slabs:
-    """Memory of the host that a GPU copies from and to, kept for the next tensor of its size."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
-
-    def take(self, size: int) -> Tensor:
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def give_back(self, slab: Tensor) -> None:
-        self._free.setdefault(slab.numel(), []).append(slab)
-
-    def clear(self) -> None:
-        self._free.clear()
-
-
 class HostTier:
     """Page-locked host memory beside a GPU. Copies run on two streams, and the thread that computes never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._slabs = _Slabs()
 
     def put(self, tensor: Tensor) -> Parcel:
-        slab = self._slabs.take(tensor.nbytes)
+        # torch gives the memory of an earlier slab again once the copies from and to it have ended
+        slab = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
-        self._out.wait_stream(self._back)  # the slab may still be read
         with torch.cuda.stream(self._out):
             slab.copy_(_bytes_of(tensor), non_blocking=True)
             copied = self._out.record_event()
@@ -112,7 +96,6 @@ class HostTier:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._slabs.clear()
 
     def bring(self, slab: Tensor, form: _Form) -> Wait:
         """Begin to copy a slab to the device."""
@@ -135,9 +118,6 @@ class HostTier:
         """Have what computes from now on run after a copy, before it uses the memory of the tensor."""
         torch.cuda.current_stream(self._device).wait_event(copied)
 
-    def give_back(self, slab: Tensor) -> None:
-        self._slabs.give_back(slab)
-
 
 class _OnHost:
     def __init__(self, tier: HostTier, slab: Tensor, copied: torch.cuda.Event, form: _Form) -> None:
@@ -150,7 +130,42 @@ class _OnHost:
         return self._tier.bring(self._slab, self._form)
 
     def free(self) -> None:
-        self._tier.give_back(self._slab)
+        del self._slab
+
+
+class _Places:
+    """Which bytes of a file are taken. It is as long as the most that were at a time, and the gaps between them."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int]] = []  # begin and end of each gap, in order, none beside another
+        self._end = 0
+        self._given_back: deque[tuple[int, int]] = deque()  # from any thread, also in the midst of `take`
+
+    def take(self, size: int) -> int:
+        """The place of so many free bytes, which are taken from now on. One thread calls it."""
+        while self._given_back:
+            self._insert(*self._given_back.popleft())
+        for index, (begin, end) in enumerate(self._free):
+            if end - begin >= size:
+                self._free[index : index + 1] = [(begin + size, end)] if end - begin > size else []
+                return begin
+        begin, self._end = self._end, self._end + size
+        return begin
+
+    def give_back(self, begin: int, size: int) -> None:
+        self._given_back.append((begin, begin + size))
+
+    def _insert(self, begin: int, end: int) -> None:
+        index = bisect(self._free, (begin, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            _, end = self._free.pop(index)
+        if index and self._free[index - 1][1] == begin:
+            index -= 1
+            begin, _ = self._free.pop(index)
+        if end == self._end:
+            self._end = begin
+        else:
+            self._free.insert(index, (begin, end))
 
 
 class DiskTier:
@@ -167,15 +182,10 @@ class DiskTier:
         weakref.finalize(self, self._file.close)
         self._writer = ThreadPoolExecutor(1, "write activations")
         self._reader = ThreadPoolExecutor(1, "read activations")
-        self._end, self._free = 0, dict[int, list[int]]()  # of the file; places in it by their size
+        self._places = _Places()
 
     def put(self, tensor: Tensor) -> Parcel:
-        size = tensor.nbytes
-        free = self._free.get(size)
-        if free:
-            place = free.pop()
-        else:
-            place, self._end = self._end, self._end + size
+        place = self._places.take(tensor.nbytes)
         content = _bytes_of(tensor.detach())
         ready = None if tensor.device.type == "cpu" else torch.cuda.current_stream(tensor.device).record_event()
         return _InFile(self, place, _Form.of(tensor), self._writer.submit(self._write, content, place, ready))
@@ -191,7 +201,7 @@ class DiskTier:
         return lambda: form.tensor(read.result().to(self._device))
 
     def give_back(self, place: int, size: int) -> None:
-        self._free.setdefault(size, []).append(place)
+        self._places.give_back(place, size)
 
     def _write(self, content: Tensor, place: int, ready: torch.cuda.Event | None) -> None:
         if ready is not None:

@@ -15,8 +15,8 @@ Frozen parameters have units of their own, without sums.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from hetseq.comm.group import Group
 from hetseq.comm.slices import Transfer
 from hetseq.errors import DisagreementError, HetSeqError, PeerLostError, TaskError
-from hetseq.parallel.absent_parameters import RefusingAbsent, hidden_from
+from hetseq.parallel.absent_parameters import are_within, hidden_from, mark
 from hetseq.parallel.base_parameters import base_parameters
 from hetseq.parallel.gradient_memory import lending
 from hetseq.parallel.gradient_sync import Pause, are_finite, norm_of
@@ -64,6 +64,7 @@ class _Layer:
     """A module whose parameters come and go together; the root has no place in the order of layers."""
 
     name: str
+    number: int  # in that order; -1 for the root
     units: list[Unit] = field(default_factory=list)  # one for each type of its parameters
     is_whole: bool = False
     gathers: list[Transfer] = field(default_factory=list)  # of its parameters, under way
@@ -101,7 +102,7 @@ class OwnedParameters(OwnedUnits):
             parameters, [group_ for of_layer in groups for group_ in of_layer], group, division, dtype=dtype,
             trained=trained,
         )  # fmt: skip
-        self._root, *self._layers = (_Layer(name) for name in ("the model", *layers))
+        self._root, *self._layers = (_Layer(name, number) for number, name in enumerate(("the model", *layers), -1))
         units = iter(self._units)
         for layer, of_layer in zip((self._root, *self._layers), groups):
             layer.units = [next(units) for _ in of_layer]
@@ -118,22 +119,23 @@ class OwnedParameters(OwnedUnits):
         self._partial: dict[int, torch.Tensor] = {}  # by unit: the sums of a later round than the first
         self._measures, self._squares = False, 0.0
         self._number_of = {  # of a parameter's layer, by the parameter's `id`; -1 for the root
-            id(self.parameters[index]): number
-            for number, layer in enumerate((self._root, *self._layers), -1)
+            id(self.parameters[index]): layer.number
+            for layer in (self._root, *self._layers)
             for unit in layer.units
             for index in unit.indices
         }
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self.parameters]
-        # Dynamo would trace the mode that looks for uses of parameters, and compile all again without it
-        is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-        self._unseen = set[bool]() if is_compiled else {False, True}  # kinds of rounds, by `_is_forward_only`
+        # compiled code is for the class that its parameters have
+        self._is_compiled = any(getattr(one, "_compiled_call_impl", None) is not None for one in model.modules())
         self._given: dict[int, int] = {}  # by `id`: versions of the tensors that a layer was given
         self._versions = [parameter._version for parameter in self.parameters]
         self._has_looked_for_ways = False
         self._outputs: dict[int, list[Node]] = {}  # of the layers, until that is done
         for number, module in enumerate(layers.values()):
             self._hooks += self._hooks_of(number, module)
+        for unit in self._units:
+            self._mark(unit, is_here=False)
 
     # rounds
 
@@ -151,8 +153,10 @@ class OwnedParameters(OwnedUnits):
         self._pause, self._measures, self._squares = pause, measures, 0.0
         self._begin_round(has_samples=True)
         try:
-            with self._refusing_absent():
+            try:
                 yield
+            finally:
+                self._outputs = {}  # they would keep what forward did, though memory may have run out in it
             self._check_unchanged(self._root)
         except PeerLostError:
             raise
@@ -162,19 +166,6 @@ class OwnedParameters(OwnedUnits):
             raise
         # after an error of memory the next call does it, when the frames of this one and their memory are gone
         self._end_round()
-
-    def _refusing_absent(self) -> AbstractContextManager[object]:
-        """Context of the first round of a kind, in which no code may use parameters that are not here."""
-        if self._is_forward_only not in self._unseen:
-            return nullcontext()
-        self._unseen.discard(self._is_forward_only)
-        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-
-        def name_of_absent(key: int) -> str | None:
-            number = self._number_of.get(key, -1)
-            return None if number < 0 or self._layers[number].is_whole else self._names[places[key]]
-
-        return RefusingAbsent(name_of_absent)
 
     def serve(self) -> None:
         """Take part in the rounds of others, until no rank has a micro-batch. Collective. Raises PeerLostError."""
@@ -210,8 +201,9 @@ class OwnedParameters(OwnedUnits):
             for unit in self._units:
                 unit.is_sent, unit.missing = False, len(unit.indices)
         if has_samples:
-            self._issue_to(_Kind.FORWARD, -1)
-            self._await(self._root)
+            for layer in (self._root, *self._layers[:1]):  # some models look at the first layer before they run it
+                self._issue_to(_Kind.FORWARD, layer.number)
+                self._await(layer)
         if not self._is_forward_only:
             faults.point("round")
         return True
@@ -240,9 +232,7 @@ class OwnedParameters(OwnedUnits):
         if self._stage is _Stage.IDLE:
             return
         while self._at < len(self._ops):
-            for layer in self._layers:  # the rest may be all layers, where the lowest ones have nothing to train
-                if layer.is_whole or layer.gathers:
-                    self._free(layer)
+            self._free_all(self._layers)  # the rest may be all layers, where the lowest ones have nothing to train
             self._issue()
         for layer in (self._root, *self._layers):
             self._free(layer)
@@ -266,16 +256,19 @@ class OwnedParameters(OwnedUnits):
         if kind is _Kind.SUM:
             self._send(unit)
         else:
-            self._gather(unit, self._layer_of[id(unit)])
+            self._gather(kind, unit, self._layer_of[id(unit)])
         self._at += 1
 
-    def _gather(self, unit: Unit, layer: _Layer) -> None:
+    def _gather(self, kind: _Kind, unit: Unit, layer: _Layer) -> None:
         is_taker = self._group.rank in self._active
         if is_taker:
             if unit is layer.units[0]:
                 self._await(layer)  # an earlier transfer into the same memory
+                # those that this micro-batch leaves out; the one before may be in use
+                later, earlier = self._layers[layer.number + 2 :], self._layers[: max(0, layer.number - 1)]
+                self._free_all(later if kind is _Kind.BACKWARD else earlier)
             layer.is_whole = False
-            _allocate(unit.flat)
+            unit.take_memory()
         transfer = self.exchange.gather(
             unit.flat if is_taker else None, bounds=unit.bounds, takers=self._holders(unit, self._active), own=unit.own
         )
@@ -294,13 +287,26 @@ class OwnedParameters(OwnedUnits):
                     transfer.wait()
         layer.gathers.clear()
         layer.is_whole = True
+        for unit in layer.units:
+            self._mark(unit, is_here=True)
 
     def _free(self, layer: _Layer) -> None:
         """Give the memory of a layer's parameters back; not before all that is written to it has arrived."""
         self._await(layer)
         layer.is_whole = False
         for unit in layer.units:
-            unit.flat.untyped_storage().resize_(0)
+            self._mark(unit, is_here=False)
+            unit.give_memory_back()
+
+    def _free_all(self, layers: Iterable[_Layer]) -> None:
+        for layer in layers:
+            if layer.is_whole or layer.gathers:
+                self._free(layer)
+
+    def _mark(self, unit: Unit, *, is_here: bool) -> None:
+        """Have a use of parameters that are not here refused."""
+        for index in () if self._is_compiled else unit.indices:
+            mark(self.parameters[index], None if is_here else self._names[index])
 
     def _send(self, unit: Unit) -> None:
         is_giver = self._group.rank in self._active
@@ -360,7 +366,7 @@ class OwnedParameters(OwnedUnits):
     def _before_forward(self, number: int) -> None:
         layer = self._layers[number]
         if self._stage is _Stage.BACKWARD:  # it runs again, for activations that were not kept
-            if number < self._passed or not layer.is_whole:
+            if number < self._passed or (layer.units and not layer.is_whole):
                 raise HetSeqError(
                     f"--shard-model all: {layer.name} runs again in backward before its parameters are here: checkpoint"
                     " activations with use_reentrant=False, or by --checkpoint-modules"
@@ -374,9 +380,7 @@ class OwnedParameters(OwnedUnits):
         if number <= self._last:
             self._run_again(number)
         self._last = number
-        for earlier in self._layers[:number]:
-            if earlier.is_whole or earlier.gathers:  # a layer that this forward leaves out
-                self._free(earlier)
+        self._free_all(self._layers[:number])  # what this forward leaves out
         self._issue_to(_Kind.FORWARD, number)
         if not self._is_forward_only:
             faults.point("layer_forward")
@@ -399,10 +403,14 @@ class OwnedParameters(OwnedUnits):
     def _after_forward(self, number: int, output: Any) -> None:
         if self._stage is not _Stage.FORWARD:
             return
-        layer = self._layers[number]
+        layer, tensors = self._layers[number], _tensors(output)
         self._check_unchanged(layer)
+        if are_within(tensors, [unit.flat for unit in layer.units]):
+            raise TaskError(
+                f"--shard-model all: {layer.name} returns a part of its own parameters, whose memory is gone after its"
+                " forward: return a copy (clone)"
+            )
         if torch.is_grad_enabled():
-            tensors = _tensors(output)
             if not tensors:
                 raise TaskError(
                     f"--shard-model all: {layer.name} returns {type(output).__name__}, in which no tensors can be seen:"
@@ -431,9 +439,7 @@ class OwnedParameters(OwnedUnits):
                 " --shard-modules, or use --shard-model state"
             )
         self._passed = number
-        for later in self._layers[number + 1 :]:  # gradients have passed it
-            if later.is_whole or later.gathers:
-                self._free(later)
+        self._free_all(self._layers[number + 1 :])  # gradients have passed them
         if number + 1 < len(self._layers):
             self._issue_to(_Kind.BACKWARD, number)
             faults.point("layer_backward")
@@ -465,12 +471,12 @@ class OwnedParameters(OwnedUnits):
             self._issue()
 
     def _check_unchanged(self, layer: _Layer) -> None:
-        """Raise TaskError if forward has changed a frozen parameter: the change is gone with its memory."""
-        for index in (index for unit in layer.units if unit.is_frozen for index in unit.indices):
+        """Raise TaskError if forward has changed a parameter: the change is gone with its memory."""
+        for index in (index for unit in layer.units for index in unit.indices):
             if self.parameters[index]._version != self._versions[index]:
                 raise TaskError(
-                    f"--shard-model all: forward changes {self._names[index]}, which is frozen, and the change would be"
-                    " lost: make it a buffer, or use --shard-model state"
+                    f"--shard-model all: forward changes {self._names[index]} in place, and the change would be lost:"
+                    " make it a buffer, or use --shard-model state"
                 )
 
     def _refuse(self, index: int, _parameter: torch.Tensor) -> None:
@@ -547,12 +553,19 @@ class OwnedParameters(OwnedUnits):
         for unit in self._units:
             if not unit.is_base or not unit.own.numel():
                 continue
-            _allocate(unit.flat)
+            unit.take_memory()
+            self._mark(unit, is_here=True)
             fill([self.parameters[index] for index in unit.indices])
             first = unit.bounds[self._group.rank]
             unit.own.copy_(unit.flat[first : first + unit.own.numel()])
-            unit.flat.untyped_storage().resize_(0)
+            self._mark(unit, is_here=False)
+            unit.give_memory_back()
         self._versions = [parameter._version for parameter in self.parameters]
+
+    def close(self) -> None:
+        super().close()
+        for unit in self._units:
+            self._mark(unit, is_here=True)
 
     # how they are made
 
@@ -579,16 +592,9 @@ class OwnedParameters(OwnedUnits):
             own.copy_(unit.flat[first:last])
         elif self._begins:
             self._take_from_rank_zero(unit, own)
-        unit.flat.untyped_storage().resize_(0)
+        unit.give_memory_back()
         return own
 
 
 def _tensors(*trees: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
-
-
-def _allocate(flat: torch.Tensor) -> None:
-    """Give a unit's memory back its pages, if it has none."""
-    storage = flat.untyped_storage()
-    if not storage.size():
-        storage.resize_(flat.numel() * flat.element_size())

@@ -21,7 +21,7 @@ from hetseq.parallel.divided_model import TensorPart
 from hetseq.parallel.optimizer_trial import inner_optimizers, try_out, walk
 from hetseq.parallel.owned_names import OwnedNames
 from hetseq.parallel.owned_units import Fragment, OwnedUnits
-from hetseq.parallel.state_move import Held, move
+from hetseq.parallel.state_move import Held, move, stays_on_host
 
 _NO_CUT = -1  # of a whole state: no generation has cut it
 
@@ -202,7 +202,8 @@ class OwnedState:
             value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
         elif isinstance(value, torch.Tensor):
             is_fused = bool(self.group_of()[fragment.parameter].get("fused"))
-            value = value.to(fragment.owned.device) if value.dim() or is_fused else value
+            if value.dim() or is_fused or not stays_on_host(key):
+                value = value.to(fragment.owned.device)
             value = value if part is None else value.clone()  # each part counts for itself
         self.optimizer.state[fragment.owned][key] = value
 

@@ -131,6 +131,16 @@ class Unit:
     sending: Transfer | None = None
     leaving: torch.Tensor | None = None  # gradients that are being sent
 
+    def take_memory(self) -> None:
+        """Give the parameters memory again, if they have none."""
+        storage = self.flat.untyped_storage()
+        if not storage.size():
+            storage.resize_(self.flat.numel() * self.flat.element_size())
+
+    def give_memory_back(self) -> None:
+        """Leave the parameters without memory."""
+        self.flat.untyped_storage().resize_(0)
+
 
 class OwnedUnits:
     """What `OwnedGradients` and `OwnedParameters` have in common.

@@ -30,6 +30,7 @@ from hetseq.parallel.owned_names import is_dense
 from hetseq.parallel.owned_parameters import Fill, OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.owned_units import OwnedUnits
+from hetseq.parallel.state_move import stays_on_host
 from hetseq.parallel.task_state import TaskState
 from hetseq.parallel.whole_tensors import assembled
 from hetseq.system import device_memory as memory
@@ -328,8 +329,8 @@ class Replica:
                 continue
             parameter, key = self._place_of(full_name)
             if isinstance(value, torch.Tensor):
-                # a step counter may live on the CPU, whatever the device of its parameter
-                device = parameter.device if value.dim() or fused[parameter] else value.device
+                is_here = not value.dim() and not fused[parameter] and stays_on_host(key)
+                device = value.device if is_here else parameter.device
                 if value.dim() > 0 and value.shape == parameter.shape:
                     value = _laid_out_like(parameter, value)
                 value = value.to(device)
@@ -356,7 +357,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Live parameters and buffers by name; a tensor tied to several names appears under the first."""
     tied = tied_names(model)
     state = model.state_dict(keep_vars=True)
-    return {f"model.{name}": value.detach() for name, value in state.items() if name not in tied}
+    with torch._C.DisableTorchFunctionSubclass():  # of parameters that are not here, nothing is read
+        return {f"model.{name}": value.detach() for name, value in state.items() if name not in tied}
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:

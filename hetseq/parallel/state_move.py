@@ -103,6 +103,15 @@ def _told(held: Mapping[int, Held]) -> str:
     return json.dumps(record)
 
 
+def stays_on_host(key: str) -> bool:
+    """Whether a single number of an optimizer's state may be on the CPU wherever its parameter is: a counter of steps.
+
+    All others are where the parameter is, as `torch.optim.Optimizer.load_state_dict` has it: a parameter that is a
+    single number has moments that are.
+    """
+    return key == "step"
+
+
 def _empty_state(keys: Mapping[str, Any], reducer: OwnedUnits, index: int) -> dict[str, Any]:
     """The state of an own parameter, with memory for the values that are to come."""
     fragment, state = reducer.own_fragments[index], dict[str, Any]()
@@ -111,7 +120,7 @@ def _empty_state(keys: Mapping[str, Any], reducer: OwnedUnits, index: int) -> di
         if dtype is None:
             state[key] = value
         elif shape == []:
-            state[key] = torch.tensor(value, dtype=_DTYPES[dtype])
+            state[key] = torch.tensor(value, dtype=_DTYPES[dtype], device=None if stays_on_host(key) else device)
         elif shape is None:
             state[key] = torch.zeros_like(fragment.owned, dtype=_DTYPES[dtype]).detach()
         else:

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetseq.balance.memory_plan import SHARD_MODELS, Groups, Layout, candidates, choose, in_words, own_fractions
+from hetseq.balance.memory_plan import (
+    SHARD_MODELS,
+    Candidate,
+    Groups,
+    Layout,
+    candidates,
+    choose,
+    in_words,
+    own_fractions,
+)
 from hetseq.balance.ownership import GRAIN
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
@@ -93,7 +102,7 @@ def make_reducer(
     ranks have no room for the state.
     """
     fill, material.fill = material.fill, None  # in a later generation the owners have the numbers
-    kind, names, layers, rooms = _what_has_owners(material, group, config, before)
+    kind, names, layers, rooms = _what_has_owners(material, group, config, before, slots)
     model, divided, parameters = material.model, material.divided, list(names.by_parameter)
     if kind != "all" and fill is not None:
         absent = [parameter for parameter in model.parameters() if is_absent(parameter)]
@@ -104,7 +113,7 @@ def make_reducer(
         return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
     if kind == "none":  # the ranks that divide the model hold all of its state
         rooms = rooms_of_ranks(list(model.parameters()), group, config)
-    memory = memory_of(model, names, layers, is_wide=is_wide)
+    memory = memory_of(model, names, layers, is_wide=is_wide, computes_in=material.precision.compute)
     tensors = None if divided is None else tensor_places(divided, slots, config.tensor_sizes())
     parts = _parts(kind, rooms, memory, tensors, slots, group, config)
     owned, cuts_tensors = _owned_alike(model, optimizer, names, None if before is None else before.owned, group)
@@ -160,7 +169,11 @@ def warn_of_no_save(owned: OwnedState | None, group: Group, *, makes_images: boo
 
 
 def _what_has_owners(
-    material: LoadedTask, group: Group, config: DistributedConfig, before: OwnersOfBefore | None
+    material: LoadedTask,
+    group: Group,
+    config: DistributedConfig,
+    before: OwnersOfBefore | None,
+    slots: Sequence[int],
 ) -> tuple[str, OwnedNames, list[list[list[int]]] | None, list[RankRoom]]:
     """What `--shard-model` says or chooses. Collective unless it is `none`.
 
@@ -180,8 +193,11 @@ def _what_has_owners(
         rooms = rooms_of_ranks(parameters, group, config, Brought() if before is None else before.brought(parameters))
     if kind == "auto":
         number = max(one.kind for one in rooms)  # a rank that joins brings none
-        everything = memory_of(model, names, units_by_layer, is_wide=config.reduce_dtype is not None)
-        kind = SHARD_MODELS[number] if number >= 0 else _chosen(rooms, everything, group)
+        everything = memory_of(
+            model, names, units_by_layer, is_wide=config.reduce_dtype is not None,
+            computes_in=material.precision.compute,
+        )  # fmt: skip
+        kind = SHARD_MODELS[number] if number >= 0 else _chosen(rooms, everything, group, _computing(config, slots))
         if kind != "all" and next(model.parameters()).device.type == "cpu":
             keep_freed_memory()  # loading made way for parameters that come and go
     if kind == "all":
@@ -333,17 +349,21 @@ def _by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ..
     return (1.0,) * len(slots)
 
 
-def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group) -> str:
+def _computing(config: DistributedConfig, slots: Sequence[int]) -> list[bool]:
+    """Which ranks get samples, as far as `--balance` says."""
+    turns = config.balance_turns()
+    return [not turns or any(slot < len(weights) and weights[slot] > 0 for weights in turns) for slot in slots]
+
+
+def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group, computing: Sequence[bool]) -> str:
     """What `--shard-model auto` chooses, before any speed is known: replicas if they fit, `all` if nothing else does.
 
-    `memory`: of parameters that come and go, or of a model that has no layers.
+    `memory`: of parameters that come and go, or of a model that has no layers. Each rank that is `computing` has to
+    have room for samples, unless there is no such layout.
     """
-    ranks = planned_ranks(rooms)
-    # two micro-batches on each rank: so the planner keeps room for a whole gradient, as `state_room` does afterwards
-    total = 2 * len(ranks)
-    found = candidates(ranks, memory.model, total, ("none", "state"))
-    if memory.has_layers:
-        found += candidates(planned_ranks(rooms, with_host=True), memory.model, total, ("all",))
+    found = _fitting(rooms, memory, computing)
+    if not any(isinstance(one, Layout) for one in found):
+        found = _fitting(rooms, memory, [False] * len(rooms))
     # which one is faster is not known yet; where replicas fit, the loss of a rank costs one step at most
     layout = next((one for one in found if isinstance(one, Layout)), None) or choose(found)
     if group.rank == 0:
@@ -359,6 +379,17 @@ def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group) -> str
             in_words(min(layout.left_bytes)), others,
         )  # fmt: skip
     return layout.shard_model
+
+
+def _fitting(rooms: Sequence[RankRoom], memory: StateMemory, computing: Sequence[bool]) -> tuple[Candidate, ...]:
+    """The layout of each kind, or why there is none."""
+    ranks = planned_ranks(rooms, computing=computing)
+    # two micro-batches on each rank: so the planner keeps room for a whole gradient, as `state_room` does afterwards
+    total = 2 * len(ranks)
+    found = candidates(ranks, memory.model, total, ("none", "state"))
+    if memory.has_layers:
+        found += candidates(planned_ranks(rooms, with_host=True, computing=computing), memory.model, total, ("all",))
+    return found
 
 
 def _chosen_groups(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import operator
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from hetseq.balance.memory_plan import USABLE, ModelMemory, RankMemory
 from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
+from hetseq.parallel.activation_checkpointing import is_checkpointed
 from hetseq.parallel.delayed_init import is_absent
 from hetseq.parallel.owned_names import OwnedNames
 from hetseq.system import device_memory, host_memory
@@ -49,12 +50,17 @@ class StateMemory:
 
 
 def memory_of(
-    model: torch.nn.Module, described: OwnedNames, groups: Sequence[list[list[int]]] | None, *, is_wide: bool
+    model: torch.nn.Module,
+    described: OwnedNames,
+    groups: Sequence[list[list[int]]] | None,
+    *,
+    is_wide: bool,
+    computes_in: torch.dtype | None = None,
 ) -> StateMemory:
     """The memory of a model whose layers come and go in these groups, the root first; None: its parameters stay.
 
     `described`: the parameters that have owners, or the trained ones. `is_wide`: gradients are summed in double
-    precision.
+    precision. `computes_in`: the type of the copies that autocast makes of parameters; None: it makes none.
     """
     parameters, trained = list(described.by_parameter), len(described.trained)
     itemsize = parameters[0].element_size()
@@ -69,6 +75,8 @@ def memory_of(
         compute_bytes_per_parameter=itemsize,
         optimizer_bytes_per_parameter=2 * itemsize,
         gradient_bytes_per_parameter=itemsize,
+        cast_bytes_per_parameter=0 if computes_in is None else computes_in.itemsize,
+        checkpoints=any(map(is_checkpointed, model.modules())),
         frozen_bytes=sum(one.nbytes for one in model.parameters() if one not in known),
         layers=max(1, len(sizes) - 1),
         root_parameters=int(sizes[0, 1]) // itemsize if groups else None,
@@ -104,60 +112,82 @@ class RankRoom:
     limit: int | None  # bytes of state that may be on its device; None: no limit
     host_room: int  # bytes of state that may be in host memory, beside a GPU
     rule: int = _NONE  # as of `Brought`
+    pool: int = 0  # on its host, what limits its memory: one number for each control group, 0 for the machine
+
+
+class Told(NamedTuple):
+    """The row of a rank: what it tells the others; `_NONE` where there is no such number."""
+
+    host: int
+    pool: int
+    is_on_gpu: int
+    of_machine: int  # bytes of host memory that are available to all ranks of the host
+    in_pool: int  # and to the ranks of its pool
+    on_gpu: int  # bytes that are free
+    here: int  # bytes of the model that are there already
+    most: int  # of --own-memory, of its node: bytes on devices of its kind
+    on_host: int  # and bytes in host memory, if it names both
+    kind: int
+    fraction: int  # the bits of a double
+    is_stable: int
+    rule: int
 
 
 def rooms_of_ranks(
     parameters: Sequence[torch.nn.Parameter], group: Group, config: DistributedConfig, brought: Brought = Brought()
 ) -> list[RankRoom]:
-    """The room of each rank, by rank; ranks of one host divide what that has. Collective."""
-    device, on_host = parameters[0].device, config.own_host_bytes()
+    """The room of each rank, by rank; ranks divide what their host, or their control group, has. Collective."""
+    device, on_host, memory = parameters[0].device, config.own_host_bytes(), host_memory.available()
     is_on_gpu = device.type == "cuda"
     most = config.own_memory_bytes() if is_on_gpu or on_host is None else on_host
-    free = device_memory.free_bytes(device) if is_on_gpu else host_memory.available_bytes()
     here = brought.held_bytes
     if here is None:
         here = 0 if any(map(is_absent, parameters)) else sum(one.nbytes for one in parameters)
-    host = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
-    numbers = [
-        brought.kind, int(np.float64(brought.fraction).view(np.int64)), config.is_stable, host, is_on_gpu, free, here,
-        _NONE if most is None else most, _NONE if on_host is None else on_host, host_memory.available_bytes(),
-        brought.rule,
-    ]  # fmt: skip
-    rows = group.all_gather_rows(np.array(numbers, np.int64)).tolist()
-    beside = Counter(row[3] for row in rows)
-    beside_alike = Counter((row[3], row[4]) for row in rows)
-    return [room_of(row, beside=beside[row[3]], beside_alike=beside_alike[row[3], row[4]]) for row in rows]
+    row = Told(
+        int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big"), memory.group,
+        is_on_gpu, memory.of_machine, memory.in_group, device_memory.free_bytes(device) if is_on_gpu else _NONE, here,
+        _NONE if most is None else most, _NONE if on_host is None else on_host, brought.kind,
+        int(np.float64(brought.fraction).view(np.int64)), config.is_stable, brought.rule,
+    )  # fmt: skip
+    rows = [Told(*numbers) for numbers in group.all_gather_rows(np.array(row, np.int64)).tolist()]
+    return [room_of(one, rows) for one in rows]
 
 
-def room_of(row: Sequence[int], *, beside: int, beside_alike: int) -> RankRoom:
-    """What a row of `rooms_of_ranks` says.
-
-    `beside`: the ranks of its host; `beside_alike`: as many of them as are on GPUs, as it is, or on the CPU.
-    """
-    kind, fraction, is_stable, host, is_on_gpu, free, here, most, on_host, host_free, rule = row
-    has_places = on_host != _NONE  # --own-memory names GPUs and the host
-    host_room = 0
-    if has_places and is_on_gpu:
-        host_room = min(on_host, int(USABLE * host_free)) // beside_alike
+def room_of(one: Told, rows: Sequence[Told]) -> RankRoom:
+    """The room of the rank of one row, beside the rows of all ranks."""
+    beside = [other for other in rows if other.host == one.host]
+    alike = [other for other in beside if other.is_on_gpu == one.is_on_gpu]
+    has_places = one.on_host != _NONE
+    # ranks on the CPU have all of their state in host memory, and with such places those on GPUs a part of it
+    users = [other for other in beside if not other.is_on_gpu or (has_places and other.on_host != _NONE)] or alike
+    in_memory = min(one.of_machine // len(users), one.in_pool // max(1, sum(other.pool == one.pool for other in users)))
+    host_room = min(one.on_host // len(users), int(USABLE * in_memory)) if has_places and one.is_on_gpu else 0
+    limited = beside if not has_places else alike if one.is_on_gpu else users
     return RankRoom(
-        kind, float(np.int64(fraction).view(np.float64)), bool(is_stable), host, bool(is_on_gpu),
-        (free if is_on_gpu else free // beside_alike) + here,
-        None if most == _NONE else most // (beside_alike if has_places else beside), host_room, rule,
+        one.kind, float(np.int64(one.fraction).view(np.float64)), bool(one.is_stable), one.host, bool(one.is_on_gpu),
+        (one.on_gpu if one.is_on_gpu else in_memory) + one.here,
+        None if one.most == _NONE else one.most // len(limited), host_room, one.rule, one.pool,
     )  # fmt: skip
 
 
 def planned_ranks(
-    rooms: Sequence[RankRoom], *, with_host: bool = False, node_link: float | None = None
+    rooms: Sequence[RankRoom],
+    *,
+    with_host: bool = False,
+    node_link: float | None = None,
+    computing: Sequence[bool] = (),
 ) -> list[RankMemory]:
     """The ranks as the planner sees them before the first step, when neither speeds nor links are known.
 
     `with_host`: state may be in host memory beside a GPU. `node_link`: how many times as fast links within a host are.
+    `computing`: the ranks that have to have room for samples.
     """
     return [
         RankMemory(
             f"rank {rank}", Cost(0.0, 1.0, batch=1), one.capacity, _LINK_BYTES_PER_S, one.host_room if with_host else 0,
             one.limit if one.limit is None or not with_host else one.limit + one.host_room, one.is_stable,
             str(one.host) if node_link else "", node_link and node_link * _LINK_BYTES_PER_S,
+            bool(computing) and computing[rank],
         )
         for rank, one in enumerate(rooms)
     ]  # fmt: skip
@@ -183,12 +213,12 @@ def state_room(rooms: Sequence[RankRoom], memory: StateMemory) -> tuple[int, ...
 
 
 def room_by_weight(rooms: Sequence[RankRoom], room: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
-    """The room of each rank where ranks on the CPU of one host divide theirs by their weights."""
-    of_host: dict[int, list[int]] = {}
+    """The room of each rank where ranks on the CPU that have memory in common divide it by their weights."""
+    in_common: dict[tuple[int, int], list[int]] = {}
     for rank, one in enumerate(rooms):
-        of_host.setdefault(-1 - rank if one.is_on_gpu else one.host, []).append(rank)
+        in_common.setdefault((-1, rank) if one.is_on_gpu else (one.host, one.pool), []).append(rank)
     divided = list(room)
-    for ranks in of_host.values():
+    for ranks in in_common.values():
         whole, total = sum(room[rank] for rank in ranks), sum(weights[rank] for rank in ranks)
         for rank in ranks:
             divided[rank] = int(whole * weights[rank] / total) if total else whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -27,21 +28,34 @@ def limit_bytes() -> int:
     return machine_bytes() if limit is None else min(machine_bytes(), limit)
 
 
-def available_bytes() -> int:
-    """Memory that programs in this control group could still get; 0 if unknown."""
+@dataclass(frozen=True)
+class Available:
+    """Memory that programs could still get, in bytes; 0 if unknown."""
+
+    of_machine: int  # all programs together
+    in_group: int  # all in `group` together, at most `of_machine`
+    group: int  # the control group that leaves this process the least, as a number on this machine; 0: the machine does
+
+
+def available() -> Available:
+    """Memory that this process could still get, and with whom it shares that."""
     try:
         lines = (_PROC / "meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        of_machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
-        return 0
-    for limit, used in _limits():
-        available = min(available, limit - used)
-    return max(available, 0)
+        return Available(0, 0, 0)
+    in_group, group = min([(of_machine, 0), *((one.limit - one.used, one.number) for one in _limits())])
+    return Available(of_machine, max(in_group, 0), group)
+
+
+def available_bytes() -> int:
+    """Memory that programs in this control group could still get; 0 if unknown."""
+    return available().in_group
 
 
 def group_memory() -> tuple[int | None, int]:
     """Limit and use of the tightest control group, in bytes; None: no limit."""
-    return min(_limits(), default=(None, 0))
+    return min(((one.limit, one.used) for one in _limits()), default=(None, 0))
 
 
 def group_files(controller: str, name: str, old_name: str) -> list[Path]:
@@ -58,13 +72,23 @@ def group_files(controller: str, name: str, old_name: str) -> list[Path]:
     return found
 
 
-def _limits() -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group that has a limit."""
+@dataclass(frozen=True)
+class _Limit:
+    """Of a control group, in bytes."""
+
+    limit: int
+    used: int
+    number: int  # no other one of this machine has it, under whatever path
+
+
+def _limits() -> Iterator[_Limit]:
+    """Each control group that has a limit, the innermost first."""
     for file in group_files("memory", "memory.max", "memory.limit_in_bytes"):
         in_use = "memory.current" if file.name == "memory.max" else "memory.usage_in_bytes"
         with suppress(OSError, ValueError):  # absent, or "max"
             used = int(file.with_name(in_use).read_text())
-            yield int(file.read_text()), max(0, used - _reclaimable(file.with_name("memory.stat")))
+            unclaimed = max(0, used - _reclaimable(file.with_name("memory.stat")))
+            yield _Limit(int(file.read_text()), unclaimed, file.parent.stat().st_ino)
 
 
 def _reclaimable(path: Path) -> int:

@@ -104,6 +104,45 @@ class Penalty(Layered):
         return {"loss": super().loss(model, sample)["loss"] + 1e-3 * squares * len(sample["x"])}
 
 
+class LatePenalty(Penalty):
+    """The same, from the third micro-batch on."""
+
+    batches = 0
+
+    def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
+        self.batches += torch.is_grad_enabled()
+        return (super() if self.batches > 3 else super(Penalty, self)).loss(model, sample)
+
+
+class QueryBlock(Block):
+    """Returns a part of its own parameters beside its output."""
+
+    def forward(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x[0] if isinstance(x, tuple) else x), self.scale[None]
+
+
+class Query(Layered):
+    block = QueryBlock
+
+    def hidden(self, model: Any, x: torch.Tensor) -> torch.Tensor:
+        pair: Any = super().hidden(model, x)
+        content: torch.Tensor = pair[0] * pair[1]
+        return content
+
+
+class ClampingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(-2, 2)
+        output = super().forward(x)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+class Clamping(Layered):
+    block = ClampingBlock
+
+
 class Reentrant(Layered):
     def hidden(self, model: Any, x: torch.Tensor) -> torch.Tensor:
         x = model["first"](x)
@@ -159,7 +198,10 @@ NAMES = {
     "hiding": (Hiding, "--shard-model all: layers.0 returns Box, in which no tensors can be seen: return a tensor"),
     "half hiding": (HalfHiding, "gradients come to parameters of layers."),
     "aside": (Aside, "gradients come to parameters of layers."),
-    "penalty": (Penalty, "--shard-model all: layers.0.scale is used outside of the forward of its layer, where it"),
+    "penalty": (Penalty, "--shard-model all: layers.1.scale is used outside of the forward of its layer, where it"),
+    "late penalty": (LatePenalty, "--shard-model all: layers.1.scale is used outside of the forward of its layer, wh"),
+    "query": (Query, "--shard-model all: layers.0 returns a part of its own parameters, whose memory is gone after"),
+    "clamping": (Clamping, "forward changes layers.0.scale in place, and the change would be lost: make it a buffer"),
     "reentrant": (Reentrant, "layers.3 runs again in backward before its parameters are here: checkpoint activations"),
     "own backward": (OwnBackward, "let HetSeq call backward"),
     "autograd.grad": (Forces, "--shard-model all: gradients of layers.3 are computed inside the loss, where"),

@@ -288,7 +288,7 @@ def fail(group: Group, save_dir: str, told: list[str], task: type[Adapted]) -> s
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (Changing, "forward changes first.bias, which is frozen, and the change would be lost: make it a buffer"),
+        (Changing, "forward changes first.bias in place, and the change would be lost: make it a buffer"),
         (Thawing, "layers.1.scale gets a gradient, but was frozen when the run began"),
         (Reading, "uses layers.1.scale, but with --shard-model all no rank has whole parameters between two steps"),
     ],

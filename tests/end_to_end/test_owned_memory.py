@@ -1,6 +1,6 @@
 """A model that does not fit as a whole into the memory of a small node: it trains where another node owns more of it.
 
-The small node lives in a memory cgroup (version 1), in which the kernel kills what exceeds the limit.
+A node with a limit lives in a memory cgroup (version 1), in which the kernel kills what exceeds it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hetseq.monitor.metrics import read_rows
 from tests.support.commands import ROOT
 from tests.support.nodes import TRAIN, Node, Nodes, Process, Stock
 from tests.support.places import directory
+from tests.support.trials import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -35,7 +36,7 @@ WORDS = shlex.split(
 
 
 @dataclass
-class SmallNode:
+class LimitedNode:
     """A cgroup, and a warm process in it, or none."""
 
     process: Process | None
@@ -65,32 +66,46 @@ class SmallNode:
 
 
 @pytest.fixture(scope="module")
-def cgroup() -> Iterator[Path]:
-    """A memory cgroup of this test."""
-    folder = CONTROLLER / f"hetseq-test-{os.getpid()}"
+def cgroups() -> Iterator[list[Path]]:
+    """Two memory cgroups of this module."""
+    made: list[Path] = []
     try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroups of version 1 that this user may make: {error}")
-    try:
-        yield folder
+        for number in range(2):
+            folder = CONTROLLER / f"hetseq-test-{os.getpid()}-{number}"
+            try:
+                folder.mkdir()
+            except OSError as error:
+                pytest.skip(f"no memory cgroups of version 1 that this user may make: {error}")
+            made.append(folder)
+        yield made
     finally:
-        folder.rmdir()
+        until(lambda: not any((folder / "cgroup.procs").read_text() for folder in made), "an end of all processes")
+        for folder in made:
+            folder.rmdir()
+
+
+def inside(cgroup: Path) -> tuple[str, ...]:
+    """The words before a command that start it in that cgroup."""
+    return ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh")
+
+
+def free(cgroup: Path) -> None:
+    """Let the cgroup use any amount."""
+    (cgroup / "memory.limit_in_bytes").write_text("-1")
 
 
 @pytest.fixture
-def small(stock: Stock, cgroup: Path) -> Iterator[SmallNode]:
+def small(stock: Stock, cgroups: list[Path]) -> Iterator[LimitedNode]:
     """A node with a process of its own, since one that was killed serves no other test."""
-    enter = ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh")
-    process = stock.start(prefix=enter)
+    process = stock.start(prefix=inside(cgroups[0]))
     try:
-        yield SmallNode(process, cgroup)
+        yield LimitedNode(process, cgroups[0])
     finally:
         process.close()
-        (cgroup / "memory.limit_in_bytes").write_text("-1")
+        free(cgroups[0])
 
 
-def start(nodes: Nodes, small: SmallNode, *words: object) -> tuple[Node, Node]:
+def start(nodes: Nodes, small: LimitedNode, *words: object) -> tuple[Node, Node]:
     """Two nodes of a rank each; the second one is the small one."""
     meeting = ["--distributed-init-method", directory(nodes.folder).url, "--distributed-world-size", 2]
     one = nodes.start(*WORDS, *meeting, "--distributed-rank", 0, *words, "--save-dir", "run")
@@ -103,7 +118,7 @@ def start(nodes: Nodes, small: SmallNode, *words: object) -> tuple[Node, Node]:
 
 @pytest.mark.nightly  # the one of three times the limit asks for more
 def test_a_model_whose_replica_does_not_fit_trains_where_another_node_owns_most_of_it(
-    nodes: Nodes, small: SmallNode
+    nodes: Nodes, small: LimitedNode
 ) -> None:
     small.allow(ROOM_BYTES)
     start(nodes, small, "--shard-model", "state", "--own", "3,1")
@@ -114,7 +129,7 @@ def test_a_model_whose_replica_does_not_fit_trains_where_another_node_owns_most_
     assert all(row["shares"] == [2, 2] for row in rows)
 
 
-def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: SmallNode) -> None:
+def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: LimitedNode) -> None:
     small.allow(ROOM_BYTES)
     start(nodes, small)
     one, other = nodes.finish(timeout_s=60)
@@ -123,32 +138,33 @@ def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: SmallN
     assert "was killed (SIGKILL, as the kernel does when memory runs out)" in one.err, nodes.story()
 
 
-#: of `random_tokens.Huge`, which the test checks
-HUGE = 229_897_728
-LIMIT_BYTES = 16 * HUGE // 3
+#: parameters of `random_tokens.Deep`, which the test checks
+DEEP = 405_562_368
+LIMITS = (16 * DEEP, 16 * DEEP // 3)
 
 
 def test_a_model_three_times_as_large_as_the_memory_of_a_node_trains_where_another_has_three_times_as_much(
-    nodes: Nodes, cgroup: Path
+    nodes: Nodes, cgroups: list[Path]
 ) -> None:
-    small = SmallNode(None, cgroup)
-    before = small.kills()
-    small.limit(LIMIT_BYTES)
-    words = [str(word).replace(":Large", ":Huge") for word in WORDS]
+    limited = [LimitedNode(None, cgroup) for cgroup in cgroups]
+    before = [node.kills() for node in limited]
+    words = [str(word).replace(":Large", ":Deep") for word in WORDS]
     words += ["--distributed-init-method", directory(nodes.folder).url, "--distributed-world-size", "2"]
-    words += ["--shard-model", "auto", "--own", "5,1", "--delayed-init", "--save-dir", "run", "--max-restarts", "0"]
-    nodes.start(*words, "--distributed-rank", 0)
-    # from its first instruction: its launcher counts too
-    enter = ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh")
-    nodes.start(*words, "--distributed-rank", 1, cold=True, program=(*enter, *TRAIN))
+    words += ["--shard-model", "auto", "--delayed-init", "--save-dir", "run", "--max-restarts", "0"]
+    for rank, (node, bytes_) in enumerate(zip(limited, LIMITS, strict=True)):
+        node.limit(bytes_)
+        # from its first instruction: its launcher counts too
+        nodes.start(*words, "--distributed-rank", rank, cold=True, program=(*inside(node.cgroup), *TRAIN))
     try:
         one, other = nodes.finish(timeout_s=150)
     finally:
-        (cgroup / "memory.limit_in_bytes").write_text("-1")
-    story = f"{nodes.story()}\n{small.most_bytes() / LIMIT_BYTES:.3f} of the limit"
+        for cgroup in cgroups:
+            free(cgroup)
+    used = [f"{node.most_bytes() / bytes_:.3f}" for node, bytes_ in zip(limited, LIMITS, strict=True)]
+    story = f"{nodes.story()}\n{' and '.join(used)} of the limits"
     assert [one.code, other.code] == [EXIT_DONE, EXIT_DONE], story
-    assert small.kills() == before, story
-    assert f"{HUGE:,} parameters" in one.err, story
+    assert [node.kills() for node in limited] == before, story
+    assert f"{DEEP:,} parameters" in one.err, story
     assert re.search("--shard-model auto: all, which leaves .*; none does not fit: .*; state does not fit: ", one.err)
     rows = read_rows(nodes.folder / "node0" / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from hetseq import Task
@@ -16,10 +17,12 @@ from hetseq import config as options
 from hetseq.balance import ownership
 from hetseq.comm.group import GlooGroup, Group
 from hetseq.parallel import activation_offload
+from hetseq.parallel.owned_parameters import _Kind
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
+from hetseq.system import host_memory
 from hetseq.task import make_task
 from hetseq.training.muon import Muon
 from hetseq.training.optim import Lamb
@@ -107,6 +110,11 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
     return kinds[name](groups, **settings[name])
 
 
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
+    """Let this host have so many bytes available."""
+    monkeypatch.setattr(host_memory, "available", lambda: host_memory.Available(bytes_, bytes_, 0))
+
+
 def session_of(
     group: Group, save_dir: str, words: list[str], recorder: Recorder, task_of: Callable[[Any], Any] | None = None
 ) -> Session:
@@ -174,22 +182,18 @@ def train_owned(
 
 def whole_parameters(replica: Any, *, with_frozen: bool = False) -> dict[str, torch.Tensor]:
     """Copies of the trained parameters, or of all, by name. Every rank calls it."""
-    reducer, named = replica.reducer, {}
+    reducer, found = replica.reducer, {}
     reducer.gather()
     with reducer.without_gradients(), reducer.round():
-        run_all_layers_(reducer)
-        for name, value in replica.model.named_parameters():
-            if value.requires_grad or with_frozen:
-                named[name] = value.detach().clone()
-    return named
-
-
-def run_all_layers_(reducer: Any) -> None:
-    """Bring all parameters at once to a rank that has them layer by layer, within a round."""
-    while getattr(reducer, "_at", 0) < len(getattr(reducer, "_ops", ())):
-        reducer._issue()
-    for layer in getattr(reducer, "_layers", ()):
-        reducer._await(layer)
+        layer_of = getattr(reducer, "_number_of", {})  # by `id`, if parameters come and go
+        for number in sorted({-1, *layer_of.values()}):
+            if layer_of:  # as the forward of the layer does
+                reducer._issue_to(_Kind.FORWARD, number)
+                reducer._await(reducer._root if number < 0 else reducer._layers[number])
+            for name, value in replica.model.named_parameters():
+                if layer_of.get(id(value), -1) == number and (value.requires_grad or with_frozen):
+                    found[name] = value.detach().clone()
+    return {name: found[name] for name, _ in replica.model.named_parameters() if name in found}
 
 
 def train_in_fine_cuts(group: Group, save_dir: str, words: list[str], shares_memory: bool) -> OwnedFacts:

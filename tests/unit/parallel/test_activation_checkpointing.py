@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from hetseq.errors import ConfigError, TaskError
+from hetseq.parallel import activation_checkpointing
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 
 
@@ -101,6 +107,29 @@ class Counting(Block):
         return super().forward(hidden, scale=scale)
 
 
+class Averaging(Counting):
+    """Changes the buffer behind its version counter."""
+
+    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls.data.add_(1)
+        return Block.forward(self, hidden, scale=scale)
+
+
+class Replacing(Counting):
+    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls = self.calls + 1
+        return Block.forward(self, hidden, scale=scale)
+
+
+class Drawing(Block):
+    """Draws from the generators of Python and NumPy."""
+
+    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Tensor:
+        if random.random() < 0.5:
+            hidden = hidden * np.random.rand()
+        return super().forward(hidden, scale=scale)
+
+
 def does_so_itself() -> nn.Module:
     model = Net()
     model.is_gradient_checkpointing = True  # type: ignore[assignment]
@@ -125,8 +154,46 @@ def test_what_cannot_be_meant_is_refused(make: Callable[[], nn.Module], pattern:
         checkpoint_activations(make(), pattern)
 
 
-def test_a_module_that_changes_a_buffer_in_forward_is_named() -> None:
-    model = of(Counting(), Counting())
+@pytest.mark.parametrize("kind", [Counting, Averaging, Replacing])
+def test_a_module_that_changes_a_buffer_in_forward_is_named(kind: type[nn.Module]) -> None:
+    model = of(kind(), kind())
     checkpoint_activations(model)
-    with pytest.raises(TaskError, match=r"^0 \(Counting\) changes one of its buffers in forward"):
+    with pytest.raises(TaskError, match=rf"^0 \({kind.__name__}\) changes one of its buffers in forward"):
         model(torch.randn(2, 8))
+
+
+def test_the_second_forward_has_the_random_numbers_of_python_and_numpy_too() -> None:
+    torch.manual_seed(1)
+    plain = of(*(Drawing() for _ in range(6)))
+    again = copy.deepcopy(plain)
+    checkpoint_activations(again)
+
+    def trained(model: nn.Module) -> list[Any]:
+        torch.manual_seed(2)
+        random.seed(3)
+        np.random.seed(4)
+        inputs = torch.randn(4, 8, requires_grad=True)
+        model(inputs).square().sum().backward()
+        return [*(one.grad for one in (inputs, *model.parameters())), torch.tensor([random.random(), np.random.rand()])]
+
+    assert all(torch.equal(one, other) for one, other in zip(trained(again), trained(plain), strict=True))
+
+
+class Named(Block):
+    def forward(self, *, hidden: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden, scale=scale)
+
+
+def test_what_a_module_is_given_by_name_is_kept_and_looked_at_as_what_comes_by_position() -> None:
+    """`checkpoint` keeps the random numbers of the devices of what it is given by position alone."""
+    model, kept = of(Named(), Named()), list[Tensor]()
+    checkpoint_activations(model)
+    hidden = torch.randn(2, 8, requires_grad=True)
+    with (
+        mock.patch.object(activation_checkpointing, "checkpoint", side_effect=checkpoint) as called,
+        saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one),  # type: ignore[func-returns-value]
+    ):
+        total = model[0](hidden=hidden, scale=0.5).sum()
+    total.backward()
+    assert [one for one in called.call_args.args if one is hidden]
+    assert [one for one in kept if one is hidden]

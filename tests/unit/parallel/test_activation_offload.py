@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import random
 import resource
 import signal
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from torch.nn import functional
 from hetseq.errors import HetSeqError
 from hetseq.parallel.activation_checkpointing import checkpoint_activations
 from hetseq.parallel.activation_offload import ActivationOffload
-from hetseq.parallel.offload_tiers import DiskTier, Parcel, Wait
+from hetseq.parallel.offload_tiers import DiskTier, Parcel, Wait, _Places
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH, ROWS = 12, 32, 64
@@ -176,6 +178,48 @@ def test_a_tensor_that_was_changed_in_place_is_an_error_and_never_a_wrong_gradie
     assert diary.held == 0
 
 
+def test_so_is_the_change_of_one_that_stays() -> None:
+    offload = ActivationOffload(nn.Linear(1, 1), Diary(), horizon=1)
+    inputs = torch.randn(8, requires_grad=True)
+    with offload.forward():
+        small = inputs.exp()
+        total = small.exp().sum()
+    total.backward()
+    with offload.forward():
+        small = inputs.exp()
+        total = small.mul_(2).sum()
+    with pytest.raises(RuntimeError, match=r"of shape \(8,\), has been modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("least_bytes", [1, 1 << 20])
+def test_a_result_that_no_loss_needs_is_given_back(least_bytes: int) -> None:
+    model, diary = Net(), Diary()
+    offload = ActivationOffload(model, diary, horizon=1, least_bytes=least_bytes)
+    with offload.forward():
+        hidden = model(torch.randn(ROWS, WIDTH))
+        aside, total = weakref.ref(hidden.tanh().exp().untyped_storage()), hidden.sum()
+    total.backward()
+    del hidden, total
+    assert aside() is None
+    assert diary.held == 0
+
+
+def test_a_conjugate_is_another_tensor_than_the_one_of_its_memory(disk: DiskTier) -> None:
+    offload = ActivationOffload(nn.Linear(1, 1), disk, horizon=0, least_bytes=1)
+    inputs = torch.randn(16, 64, requires_grad=True)
+
+    def loss() -> Tensor:
+        spectrum = torch.fft.rfft2(inputs)
+        return (spectrum * spectrum.conj()).real.square().sum() + (spectrum.conj() * spectrum.exp()).imag.sum()
+
+    (expected,) = torch.autograd.grad(loss(), inputs)
+    with offload.forward():
+        total = loss()
+    assert offload.facts.moved
+    assert torch.equal(torch.autograd.grad(total, inputs)[0], expected)
+
+
 def test_a_graph_may_be_used_twice_or_never() -> None:
     model, diary = Net(), Diary()
     offload = ActivationOffload(model, diary, horizon=2, least_bytes=1)
@@ -232,6 +276,35 @@ def test_places_in_the_file_are_used_again(disk: DiskTier) -> None:
     size = os.fstat(disk._file.fileno()).st_size
     train(model, offload)
     assert 0 < size == os.fstat(disk._file.fileno()).st_size
+
+
+def test_the_file_does_not_grow_with_the_number_of_lengths(disk: DiskTier) -> None:
+    model, sizes = Net(), list[int]()
+    offload = ActivationOffload(model, disk, horizon=0, least_bytes=1)
+    for rows in (70, *range(20, 70)):
+        with offload.forward():
+            total = model(torch.randn(rows, WIDTH)).sum()
+        total.backward()
+        sizes.append(os.fstat(disk._file.fileno()).st_size)
+    assert sizes == sizes[:1] * 51
+
+
+def test_no_two_have_the_same_byte_of_the_file() -> None:
+    chance, places, taken, most = random.Random(3), _Places(), dict[int, int](), 0
+    for _ in range(2000):
+        if taken and chance.random() < 0.5:
+            begin = chance.choice(list(taken))
+            places.give_back(begin, taken.pop(begin))
+            continue
+        size = chance.randrange(1, 50)
+        begin = places.take(size)
+        assert all(begin + size <= other or other + length <= begin for other, length in taken.items())
+        taken[begin] = size
+        most = max(most, sum(taken.values()))
+        assert begin + size <= 1.5 * most
+    for begin, size in taken.items():
+        places.give_back(begin, size)
+    assert places.take(10**9) == 0
 
 
 def test_a_disk_tier_that_nobody_holds_any_more_closes_its_file_without_a_warning(tmp_path: Path) -> None:

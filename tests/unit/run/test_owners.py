@@ -19,7 +19,8 @@ from hetseq.parallel.owned_parameters import OwnedParameters
 from hetseq.parallel.owned_state import refuse_shared_memory
 from hetseq.parallel.owned_units import that_stay
 from hetseq.run import owners, rank_room
-from hetseq.system import host_memory
+from hetseq.training.precision import PRECISIONS
+from tests.support.owned import set_free_memory
 
 PARAMETERS = 1000
 STATE_BYTES = 12 * PARAMETERS  # of AdamW: two moments and the gradient
@@ -31,13 +32,15 @@ def _memory_of_this_process_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owners, "keep_freed_memory", lambda: None)
 
 
-def material_of(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module] | None = None) -> Any:
-    return SimpleNamespace(model=model, layers=layers or {}, fill=None, divided=None)
+def material_of(
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module] | None = None, precision: str = "fp32"
+) -> Any:
+    return SimpleNamespace(model=model, layers=layers or {}, fill=None, divided=None, precision=PRECISIONS[precision])
 
 
 def owns_all(monkeypatch: pytest.MonkeyPatch, *, shard_model: str, own_memory: int, room: int = PLENTY) -> bool:
     """Whether the state of a rank alone has an owner; False if it is a replica. Raises ConfigError."""
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: room)
+    set_free_memory(monkeypatch, room)
     model = torch.nn.Linear(PARAMETERS, 1, bias=False)
     config = DistributedConfig(shard_model=shard_model, own_memory=f"{own_memory}")
     reducer, owned = owners.make_reducer(
@@ -77,14 +80,14 @@ def test_auto_takes_the_first_layout_that_every_rank_has_room_for(monkeypatch: p
         layers = dict(model.named_children()) if has_layers else {}
         config = DistributedConfig(shard_model="auto")
         # beside the model, which is there already
-        monkeypatch.setattr(host_memory, "available_bytes", lambda: int(2 * (room / USABLE - 1) * size))
+        set_free_memory(monkeypatch, int(2 * (room / USABLE - 1) * size))
         reducer, owned = owners.make_reducer(
             material_of(model, layers), torch.optim.AdamW(model.parameters()), RankOf(), config, slots=(0, 1),
             before=None, is_first=True,
         )  # fmt: skip
         reducer.close()
         assert (owned is not None and owned.has_layers) == isinstance(reducer, OwnedParameters)
-        monkeypatch.setattr(host_memory, "available_bytes", lambda: PLENTY)
+        set_free_memory(monkeypatch, PLENTY)
         later, _ = owners.make_reducer(
             material_of(model, layers), torch.optim.AdamW(model.parameters()), RankOf(), config, slots=(0, 1),
             before=owners.OwnersOfBefore(owned), is_first=False,
@@ -101,9 +104,85 @@ def test_auto_takes_the_first_layout_that_every_rank_has_room_for(monkeypatch: p
             chosen(2, has_layers=has_layers)
 
 
-def gpu_row(*, most: int = -1, on_host: int = -1) -> list[int]:
-    """A GPU of a host, with 100 bytes free and a model of 10; its host has 1000."""
-    return [-1, 0, 0, 7, 1, 100, 10, most, on_host, 1000, -1]
+class BesideSmall(LocalGroup):
+    """Rank 0 of two, the other of which is on a host with so many bytes; alone."""
+
+    world_size = 2
+
+    def __init__(self, small_bytes: int) -> None:
+        super().__init__()
+        self.small_bytes = small_bytes
+
+    def all_gather_rows(self, row: Rows) -> Rows:
+        rows = np.stack([row, row])
+        if row.shape == (len(rank_room.Told._fields),):
+            rows[1] = rank_room.Told(*row.tolist())._replace(
+                host=5, of_machine=self.small_bytes, in_pool=self.small_bytes
+            )
+        return rows
+
+
+@pytest.mark.parametrize(("balance", "kind"), [("auto", "all"), ("1,1", "all"), ("1,0", "state")])
+def test_auto_leaves_each_rank_that_computes_room_for_its_samples(
+    balance: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(24)))
+    size = 24 * 4 * 16 * 16
+    set_free_memory(monkeypatch, 100 * size)
+    config = DistributedConfig(shard_model="auto", balance=balance)
+    # of models, beside the one that is there: parameters fit, and a gradient does not
+    reducer, owned = owners.make_reducer(
+        material_of(model, dict(model.named_children())), torch.optim.AdamW(model.parameters()),
+        BesideSmall(size // 2), config, slots=(0, 1), before=None, is_first=True,
+    )  # fmt: skip
+    reducer.close()
+    assert owned is not None
+    assert ("all" if owned.has_layers else "state") == kind
+
+
+def test_auto_counts_the_copies_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(precision: str) -> bool:
+        """Whether the replica of a rank alone fits, with room for a quarter of the parameters beside it."""
+        model = torch.nn.Linear(PARAMETERS, 1, bias=False)
+        set_free_memory(monkeypatch, int((16 + 1) * PARAMETERS / USABLE) - 4 * PARAMETERS)
+        reducer, owned = owners.make_reducer(
+            material_of(model, precision=precision), torch.optim.AdamW(model.parameters()), LocalGroup(),
+            DistributedConfig(shard_model="auto"), slots=(0,), before=None, is_first=True,
+        )  # fmt: skip
+        reducer.close()
+        return owned is None
+
+    assert chosen("fp32")
+    with pytest.raises(ConfigError, match="optimizer state and gradient sums take 12 kB, and there is room for"):
+        chosen("bf16")
+
+
+def row_of(
+    *, group: int = 0, is_on_gpu: bool = False, of_machine: int = 1000, in_group: int = 1000, most: int = -1,
+    on_host: int = -1,
+) -> rank_room.Told:  # fmt: skip
+    """A rank with a model of 10 bytes, and 100 free on its GPU if it has one."""
+    on_gpu = 100 if is_on_gpu else -1
+    return rank_room.Told(7, group, is_on_gpu, of_machine, in_group, on_gpu, 10, most, on_host, -1, 0, 0, -1)
+
+
+def test_ranks_of_a_host_divide_what_limits_their_memory() -> None:
+    rows = [
+        row_of(group=1, in_group=400), row_of(group=2, in_group=240), row_of(group=2, in_group=240),
+        row_of(is_on_gpu=True),
+    ]  # fmt: skip
+    assert [rank_room.room_of(row, rows).capacity for row in rows] == [333 + 10, 120 + 10, 120 + 10, 100 + 10]
+    wide = [row._replace(of_machine=9000) for row in rows[:3]]
+    rooms = [rank_room.room_of(row, wide) for row in wide]
+    assert [one.capacity for one in rooms] == [400 + 10, 120 + 10, 120 + 10]
+    assert rank_room.room_by_weight(rooms, (400, 120, 120), (5, 3, 1)) == (400, 180, 60)
+
+
+def test_ranks_on_gpus_and_the_cpu_of_a_host_divide_what_they_may_own_in_its_memory() -> None:
+    rows = [row_of(is_on_gpu=True, most=40, on_host=400), row_of(most=400, on_host=400)]
+    beside_gpu, on_cpu = (rank_room.room_of(row, rows) for row in rows)
+    assert (beside_gpu.limit, beside_gpu.host_room) == (40, 200)
+    assert (on_cpu.limit, on_cpu.capacity) == (200, 500 + 10)
 
 
 def test_what_a_gpu_owns_may_be_in_memory_of_its_host_where_parameters_come_and_go() -> None:
@@ -112,12 +191,16 @@ def test_what_a_gpu_owns_may_be_in_memory_of_its_host_where_parameters_come_and_
         for has_layers in (False, True)
     ]
     plain, given, short = (
-        rank_room.room_of(gpu_row(**words), beside=4, beside_alike=2)
-        for words in ({}, {"most": 40, "on_host": 600}, {"most": 40, "on_host": 5000})
+        rank_room.room_of(row, [row, row, row_of(), row_of()])
+        for row in (
+            row_of(is_on_gpu=True),
+            row_of(is_on_gpu=True, most=40, on_host=600),
+            row_of(is_on_gpu=True, most=40, on_host=5000),
+        )
     )
     assert (plain.capacity, plain.limit, plain.host_room) == (110, None, 0)
-    assert (given.capacity, given.limit, given.host_room) == (110, 20, 300)
-    assert short.host_room == int(USABLE * 1000) // 2
+    assert (given.capacity, given.limit, given.host_room) == (110, 20, 150)
+    assert short.host_room == int(USABLE * 250)
     for of, on_device in ((plain, int(USABLE * 110)), (given, 20)):
         assert rank_room.device_room([of], memory[1]) == (on_device,)
         assert rank_room.state_room([of], memory[1]) == (on_device + of.host_room,)
@@ -152,7 +235,7 @@ def divide(own: str, make: Callable[..., torch.optim.Optimizer]) -> None:
 
 def room_for(monkeypatch: pytest.MonkeyPatch, state_bytes: float) -> None:
     """Of each of two ranks of a host, if they divide it into halves: usable memory, without a whole gradient."""
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: int(2 * (state_bytes + 4 * 1200) / USABLE) + 2)
+    set_free_memory(monkeypatch, int(2 * (state_bytes + 4 * 1200) / USABLE) + 2)
 
 
 def test_weights_that_do_not_fit_are_refused_with_three_remedies(monkeypatch: pytest.MonkeyPatch) -> None:

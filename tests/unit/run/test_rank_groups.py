@@ -17,7 +17,8 @@ from hetseq.config.sections import DistributedConfig
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.run import owners, rank_room
 from hetseq.run.rank_groups import chosen_rule, ranks_in_groups
-from hetseq.system import host_memory
+from hetseq.training.precision import PRECISIONS
+from tests.support.owned import set_free_memory
 
 #: 25 numbers of one byte: 100 bytes of parameters, moments and gradients
 MODEL = ModelMemory(25, 0, 0, 1, 0, 0, 2, 1, layers=4)
@@ -101,8 +102,8 @@ class Four(LocalGroup):
 
     def all_gather_rows(self, row: Rows) -> Rows:
         rows = np.stack([row] * 4)
-        if row.shape == (11,):
-            rows[2:, 3] += 1
+        if row.shape == (13,):  # of `rooms_of_ranks`, the host first
+            rows[2:, 0] += 1
         return rows
 
 
@@ -117,9 +118,9 @@ def divided(
     optimizer = torch.optim.AdamW(model.parameters()) if before is None else before.optimizer
     if before is not None:
         model.weight = next(iter(before.names))  # type: ignore[assignment]
-    material: Any = SimpleNamespace(model=model, layers={}, fill=None, divided=None)
+    material: Any = SimpleNamespace(model=model, layers={}, fill=None, divided=None, precision=PRECISIONS["fp32"])
     config = DistributedConfig(shard_model="state", shard_groups=words)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: room)
+    set_free_memory(monkeypatch, room)
     reducer, owned = owners.make_reducer(
         material, optimizer, Four(), config, slots=range(4),
         before=None if before is None else owners.OwnersOfBefore(before), is_first=before is None,

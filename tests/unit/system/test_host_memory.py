@@ -51,6 +51,18 @@ def test_the_tightest_group_on_the_way_up_counts(machine: Path) -> None:
     assert host_memory.limit_bytes() == 20 * MIB
 
 
+def test_the_group_that_leaves_the_least_is_named_by_a_number_that_no_other_one_has(machine: Path) -> None:
+    job, step = machine / "cgroup" / "job", machine / "cgroup" / "job" / "step"
+    limit(step, 40 * MIB, 1 * MIB)
+    limit(job, 60 * MIB, 12 * MIB)
+    assert host_memory.available() == host_memory.Available(50 * MIB, 39 * MIB, step.stat().st_ino)
+    limit(job, 60 * MIB, 30 * MIB)
+    assert host_memory.available() == host_memory.Available(50 * MIB, 30 * MIB, job.stat().st_ino)
+    limit(job, 90 * MIB, 30 * MIB)
+    limit(step, "max", 1 * MIB)
+    assert host_memory.available() == host_memory.Available(50 * MIB, 50 * MIB, 0)
+
+
 def test_file_pages_that_the_kernel_would_give_up_are_not_in_use(machine: Path) -> None:
     limit(machine / "cgroup" / "job" / "step", 20 * MIB, 18 * MIB, inactive=10 * MIB)
     assert host_memory.available_bytes() == 12 * MIB
