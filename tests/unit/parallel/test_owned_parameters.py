@@ -149,3 +149,20 @@ def test_what_is_not_here_is_no_number_but_an_error(model: nn.Sequential, reduce
             model[1](model[0](torch.ones(2, 4))) + model[0].weight
     reducer.close()
     assert {type(one) for one in model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_of_torch_gives_the_same_bits_in_evaluation() -> None:
+    """It has another path for evaluation, unless something watches its parameters: its padded positions are zeros."""
+    torch.manual_seed(1)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    model = copy.deepcopy(plain)
+    rows, is_padding = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([[5], [3], [2]])
+    reducer = begun(model, {f"layers.{number}": layer for number, layer in enumerate(model.layers)})
+    with torch.no_grad(), reducer.without_gradients():
+        right = plain(rows, src_key_padding_mask=is_padding)
+        for _ in range(2):
+            with reducer.round():
+                assert torch.equal(model(rows, src_key_padding_mask=is_padding), right)
+    reducer.close()
+    assert not right[2, 2:].any()
