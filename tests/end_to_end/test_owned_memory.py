@@ -116,7 +116,6 @@ def start(nodes: Nodes, small: LimitedNode, *words: object) -> tuple[Node, Node]
     return one, other
 
 
-@pytest.mark.nightly  # the one of three times the limit asks for more
 def test_a_model_whose_replica_does_not_fit_trains_where_another_node_owns_most_of_it(
     nodes: Nodes, small: LimitedNode
 ) -> None:
@@ -143,6 +142,7 @@ DEEP = 405_562_368
 LIMITS = (16 * DEEP, 16 * DEEP // 3)
 
 
+@pytest.mark.nightly  # a larger size of the first one
 def test_a_model_three_times_as_large_as_the_memory_of_a_node_trains_where_another_has_three_times_as_much(
     nodes: Nodes, cgroups: list[Path]
 ) -> None:
