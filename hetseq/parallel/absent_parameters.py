@@ -17,9 +17,10 @@ from hetseq.errors import TaskError
 
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that give tensors of the same memory
 _HARMLESS = {
-    "__hash__", "__len__", "data_ptr", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
-    "is_floating_point", "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
-    "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
+    "__hash__", "__len__", "data_ptr", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
+    "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_shared", "is_signed", "ndimension", "nelement",
+    "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset",
+    "stride", "untyped_storage",
 }  # fmt: skip
 
 

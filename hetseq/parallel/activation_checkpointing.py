@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hetseq.errors import ConfigError, TaskError
+from hetseq.parallel.buffers import is_same_table
 from hetseq.parallel.model_layers import AUTO, find_layers
 from hetseq.parallel.replica import batch_norms
 
@@ -37,9 +38,7 @@ def checkpoint_activations(model: nn.Module, modules: str | Sequence[str] = AUTO
     """
     patterns = [modules] if isinstance(modules, str) else list(modules)
     found = find_layers(model, patterns, flag="--checkpoint-modules")
-    # the second is how older versions of transformers call it
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    if next((getattr(model, name) for name in names if hasattr(model, name)), False):
+    if checkpoints_itself(model):
         raise ConfigError(
             f"--checkpoint-modules {','.join(patterns)}: {type(model).__name__} runs layers again in backward already,"
             " by its own gradient checkpointing: leave this or --activation-checkpointing out"
@@ -53,6 +52,13 @@ def checkpoint_activations(model: nn.Module, modules: str | Sequence[str] = AUTO
         if not is_checkpointed(module):
             module.forward = _ForwardAgain(name, module)
     return tuple(found)
+
+
+def checkpoints_itself(model: nn.Module) -> bool:
+    """Whether a model of transformers runs layers again in backward by its own means."""
+    # the second is how older versions of transformers call it
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((getattr(model, name) for name in names if hasattr(model, name)), False))
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -72,18 +78,11 @@ class _ForwardAgain:
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        buffers = list(self._module.buffers())
-        versions = [one._version for one in buffers]
         # a change of `.data` has no version; a module that makes one does so from the first time on
-        values = [] if self._has_run else [one.clone() for one in buffers]
+        before = [_Buffer(*place, has_values=not self._has_run) for place in _places(self._module)]
         self._has_run = True
         result = self._checkpointed(args, kwargs)
-        now = list(self._module.buffers())
-        if (
-            [*map(id, now)] != [*map(id, buffers)]
-            or [one._version for one in now] != versions
-            or not all(torch.equal(one, before) for one, before in zip(now, values))
-        ):
+        if any(buffer.has_changed() for buffer in before):
             raise TaskError(
                 f"{self._name} ({type(self._module).__name__}) changes one of its buffers in forward, and with"
                 " --checkpoint-modules it would do so once more in backward: leave this module out"
@@ -107,6 +106,30 @@ class _ForwardAgain:
             return self._forward(*given[:count], **named)
 
         return checkpoint(forward, *args, *kwargs.values(), *devices, use_reentrant=False)
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [
+        (holder, name, buffer)
+        for holder in module.modules()
+        for name, buffer in holder._buffers.items()
+        if buffer is not None
+    ]
+
+
+class _Buffer:
+    """A buffer as it was before forward."""
+
+    def __init__(self, holder: nn.Module, name: str, tensor: torch.Tensor, *, has_values: bool) -> None:
+        self._holder, self._name, self._tensor, self._version = holder, name, tensor, tensor._version
+        self._values = tensor.detach().clone() if has_values else tensor
+
+    def has_changed(self) -> bool:
+        """Whether forward has changed it. A table that has grown has not: the second forward finds it long enough."""
+        now = self._holder._buffers.get(self._name)
+        if now is None:
+            return False
+        return self._tensor._version != self._version or not (now is self._values or is_same_table(self._values, now))
 
 
 @contextmanager

@@ -156,3 +156,16 @@ def _places_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch
 def _finite(before: torch.Tensor) -> torch.Tensor:
     """In float64, with infinity replaced by 0: no finite change could move a running maximum away from -inf."""
     return before.double().nan_to_num(0.0, 0.0, 0.0)
+
+
+def is_same_table(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether both hold the same values as far as both reach, or nothing that can be compared."""
+    if any(tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized for tensor in (before, now)):
+        return True
+    if before.dim() != now.dim() or before.dtype != now.dtype:
+        return False
+    common = tuple(slice(min(sizes)) for sizes in zip(before.shape, now.shape))
+    first, second = before[common], now.detach().to(before.device)[common]
+    if before.is_floating_point():
+        first, second = first.double().nan_to_num(), second.double().nan_to_num()
+    return bool(torch.equal(first, second))

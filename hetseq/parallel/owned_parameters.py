@@ -134,8 +134,7 @@ class OwnedParameters(OwnedUnits):
         self._outputs: dict[int, list[Node]] = {}  # of the layers, until that is done
         for number, module in enumerate(layers.values()):
             self._hooks += self._hooks_of(number, module)
-        for unit in self._units:
-            self._mark(unit, is_here=False)
+        self._mark(self._units, is_here=False)
 
     # rounds
 
@@ -287,15 +286,14 @@ class OwnedParameters(OwnedUnits):
                     transfer.wait()
         layer.gathers.clear()
         layer.is_whole = True
-        for unit in layer.units:
-            self._mark(unit, is_here=True)
+        self._mark(layer.units, is_here=True)
 
     def _free(self, layer: _Layer) -> None:
         """Give the memory of a layer's parameters back; not before all that is written to it has arrived."""
         self._await(layer)
         layer.is_whole = False
+        self._mark(layer.units, is_here=False)
         for unit in layer.units:
-            self._mark(unit, is_here=False)
             unit.give_memory_back()
 
     def _free_all(self, layers: Iterable[_Layer]) -> None:
@@ -303,9 +301,9 @@ class OwnedParameters(OwnedUnits):
             if layer.is_whole or layer.gathers:
                 self._free(layer)
 
-    def _mark(self, unit: Unit, *, is_here: bool) -> None:
+    def _mark(self, units: Iterable[Unit], *, is_here: bool) -> None:
         """Have a use of parameters that are not here refused."""
-        for index in () if self._is_compiled else unit.indices:
+        for index in (index for unit in units if not self._is_compiled for index in unit.indices):
             mark(self.parameters[index], None if is_here else self._names[index])
 
     def _send(self, unit: Unit) -> None:
@@ -550,22 +548,21 @@ class OwnedParameters(OwnedUnits):
 
     def take_base(self, fill: Fill) -> None:
         """Take what this rank owns of the base again, from values that `fill` writes. Local to each rank."""
+        self._mark(self._units, is_here=True)  # a function that draws some may look at others
         for unit in self._units:
             if not unit.is_base or not unit.own.numel():
                 continue
             unit.take_memory()
-            self._mark(unit, is_here=True)
             fill([self.parameters[index] for index in unit.indices])
             first = unit.bounds[self._group.rank]
             unit.own.copy_(unit.flat[first : first + unit.own.numel()])
-            self._mark(unit, is_here=False)
             unit.give_memory_back()
+        self._mark(self._units, is_here=False)
         self._versions = [parameter._version for parameter in self.parameters]
 
     def close(self) -> None:
         super().close()
-        for unit in self._units:
-            self._mark(unit, is_here=True)
+        self._mark(self._units, is_here=True)
 
     # how they are made
 

@@ -21,7 +21,7 @@ from hetseq.parallel.divided_model import TensorPart
 from hetseq.parallel.optimizer_trial import inner_optimizers, try_out, walk
 from hetseq.parallel.owned_names import OwnedNames
 from hetseq.parallel.owned_units import Fragment, OwnedUnits
-from hetseq.parallel.state_move import Held, move, stays_on_host
+from hetseq.parallel.state_move import Held, move, place_of_state
 
 _NO_CUT = -1  # of a whole state: no generation has cut it
 
@@ -201,9 +201,7 @@ class OwnedState:
             value = _part_of(value, fragment, part)
             value = torch.empty_like(fragment.owned, dtype=value.dtype).copy_(value)
         elif isinstance(value, torch.Tensor):
-            is_fused = bool(self.group_of()[fragment.parameter].get("fused"))
-            if value.dim() or is_fused or not stays_on_host(key):
-                value = value.to(fragment.owned.device)
+            value = place_of_state(key, value, fragment.owned, self.group_of()[fragment.parameter])
             value = value if part is None else value.clone()  # each part counts for itself
         self.optimizer.state[fragment.owned][key] = value
 
@@ -253,9 +251,9 @@ class OwnedState:
         for index, fragment in own.items():
             if not state[index]:
                 continue
-            is_fused = bool(group_of[fragment.parameter].get("fused"))
+            group = group_of[fragment.parameter]
             self.optimizer.state[fragment.owned] = {
-                key: value.to(fragment.owned.device) if is_fused and isinstance(value, torch.Tensor) else value
+                key: place_of_state(key, value, fragment.owned, group) if isinstance(value, torch.Tensor) else value
                 for key, value in state[index].items()
             }
         self.fragments = {self.names[fragment.parameter]: fragment for fragment in own.values()}

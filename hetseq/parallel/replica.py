@@ -30,7 +30,7 @@ from hetseq.parallel.owned_names import is_dense
 from hetseq.parallel.owned_parameters import Fill, OwnedParameters
 from hetseq.parallel.owned_state import OwnedState, RefusingParameters
 from hetseq.parallel.owned_units import OwnedUnits
-from hetseq.parallel.state_move import stays_on_host
+from hetseq.parallel.state_move import place_of_state
 from hetseq.parallel.task_state import TaskState
 from hetseq.parallel.whole_tensors import assembled
 from hetseq.system import device_memory as memory
@@ -316,11 +316,7 @@ class Replica:
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Give the optimizer its saved state. It takes over the tensors, which are copied only where necessary."""
-        fused = {
-            parameter: bool(group.get("fused"))
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        group_of = {one: group for group in self.optimizer.param_groups for one in group["params"]}
         for full_name, value in [*tensors.items(), *numbers.items()]:
             if not full_name.startswith("optim."):
                 continue
@@ -329,11 +325,9 @@ class Replica:
                 continue
             parameter, key = self._place_of(full_name)
             if isinstance(value, torch.Tensor):
-                is_here = not value.dim() and not fused[parameter] and stays_on_host(key)
-                device = value.device if is_here else parameter.device
                 if value.dim() > 0 and value.shape == parameter.shape:
                     value = _laid_out_like(parameter, value)
-                value = value.to(device)
+                value = place_of_state(key, value, parameter, group_of[parameter])
             self.optimizer.state[parameter][key] = value
 
     def _place_of(self, full_name: str) -> tuple[torch.nn.Parameter, str]:

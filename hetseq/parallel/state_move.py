@@ -103,13 +103,14 @@ def _told(held: Mapping[int, Held]) -> str:
     return json.dumps(record)
 
 
-def stays_on_host(key: str) -> bool:
-    """Whether a single number of an optimizer's state may be on the CPU wherever its parameter is: a counter of steps.
+def place_of_state(key: str, value: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """A value of an optimizer's state on the device on which the update needs it. `group`: the parameter's.
 
-    All others are where the parameter is, as `torch.optim.Optimizer.load_state_dict` has it: a parameter that is a
-    single number has moments that are.
+    As `torch.optim.Optimizer.load_state_dict` has it: only a counter of steps may be elsewhere than its parameter, and
+    not if the group is fused or capturable. A parameter that is a single number has moments that are.
     """
-    return key == "step"
+    stays = key == "step" and not value.dim() and not group.get("fused") and not group.get("capturable")
+    return value if stays else value.to(parameter.device)
 
 
 def _empty_state(keys: Mapping[str, Any], reducer: OwnedUnits, index: int) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def _empty_state(keys: Mapping[str, Any], reducer: OwnedUnits, index: int) -> di
         if dtype is None:
             state[key] = value
         elif shape == []:
-            state[key] = torch.tensor(value, dtype=_DTYPES[dtype], device=None if stays_on_host(key) else device)
+            state[key] = torch.tensor(value, dtype=_DTYPES[dtype])
         elif shape is None:
             state[key] = torch.zeros_like(fragment.owned, dtype=_DTYPES[dtype]).detach()
         else:

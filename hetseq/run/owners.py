@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from hetseq.balance.memory_plan import (
     Candidate,
     Groups,
     Layout,
+    ModelMemory,
     candidates,
     choose,
     in_words,
@@ -29,6 +30,7 @@ from hetseq.balance.ownership import GRAIN
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
+from hetseq.parallel.activation_checkpointing import checkpoints_itself, is_checkpointed
 from hetseq.parallel.delayed_init import is_absent, make_present_
 from hetseq.parallel.gradient_sync import GradientSync, gradients_of
 from hetseq.parallel.model_layers import groups_of
@@ -113,7 +115,7 @@ def make_reducer(
         return gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide), None
     if kind == "none":  # the ranks that divide the model hold all of its state
         rooms = rooms_of_ranks(list(model.parameters()), group, config)
-    memory = memory_of(model, names, layers, is_wide=is_wide, computes_in=material.precision.compute)
+    memory = memory_of(model, names, layers, is_wide=is_wide)
     tensors = None if divided is None else tensor_places(divided, slots, config.tensor_sizes())
     parts = _parts(kind, rooms, memory, tensors, slots, group, config)
     owned, cuts_tensors = _owned_alike(model, optimizer, names, None if before is None else before.owned, group)
@@ -190,7 +192,10 @@ def _what_has_owners(
         units_by_layer = groups_of(model, layers, list(names.by_parameter), len(names.trained))
     if kind != "none":
         parameters = list(model.parameters())
-        rooms = rooms_of_ranks(parameters, group, config, Brought() if before is None else before.brought(parameters))
+        rooms = rooms_of_ranks(
+            parameters, group, config, Brought() if before is None else before.brought(parameters),
+            checkpoints=checkpoints_itself(model) or any(map(is_checkpointed, model.modules())),
+        )  # fmt: skip
     if kind == "auto":
         number = max(one.kind for one in rooms)  # a rank that joins brings none
         everything = memory_of(
@@ -361,9 +366,11 @@ def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group, comput
     `memory`: of parameters that come and go, or of a model that has no layers. Each rank that is `computing` has to
     have room for samples, unless there is no such layout.
     """
-    found = _fitting(rooms, memory, computing)
+    found = _fitting(rooms, memory.model, computing, has_layers=memory.has_layers)
     if not any(isinstance(one, Layout) for one in found):
-        found = _fitting(rooms, memory, [False] * len(rooms))
+        # such ranks may compute smaller micro-batches, and layers again in ways that are not seen here
+        alone = replace(memory.model, cast_bytes_per_parameter=0)
+        found = _fitting(rooms, alone, [False] * len(rooms), has_layers=memory.has_layers)
     # which one is faster is not known yet; where replicas fit, the loss of a rank costs one step at most
     layout = next((one for one in found if isinstance(one, Layout)), None) or choose(found)
     if group.rank == 0:
@@ -381,14 +388,17 @@ def _chosen(rooms: Sequence[RankRoom], memory: StateMemory, group: Group, comput
     return layout.shard_model
 
 
-def _fitting(rooms: Sequence[RankRoom], memory: StateMemory, computing: Sequence[bool]) -> tuple[Candidate, ...]:
+def _fitting(
+    rooms: Sequence[RankRoom], model: ModelMemory, computing: Sequence[bool], *, has_layers: bool
+) -> tuple[Candidate, ...]:
     """The layout of each kind, or why there is none."""
+    model = replace(model, checkpoints=all(one.checkpoints for one in rooms))  # each node has its own options
     ranks = planned_ranks(rooms, computing=computing)
     # two micro-batches on each rank: so the planner keeps room for a whole gradient, as `state_room` does afterwards
     total = 2 * len(ranks)
-    found = candidates(ranks, memory.model, total, ("none", "state"))
-    if memory.has_layers:
-        found += candidates(planned_ranks(rooms, with_host=True, computing=computing), memory.model, total, ("all",))
+    found = candidates(ranks, model, total, ("none", "state"))
+    if has_layers:
+        found += candidates(planned_ranks(rooms, with_host=True, computing=computing), model, total, ("all",))
     return found
 
 

@@ -20,13 +20,13 @@ from hetseq.balance.memory_plan import USABLE, ModelMemory, RankMemory
 from hetseq.balance.shares import Cost
 from hetseq.comm.group import Group
 from hetseq.config.sections import DistributedConfig
-from hetseq.parallel.activation_checkpointing import is_checkpointed
 from hetseq.parallel.delayed_init import is_absent
 from hetseq.parallel.owned_names import OwnedNames
 from hetseq.system import device_memory, host_memory
 
 _WIDE = 8  # bytes of a number in double precision
 _NONE = -1
+_POOLS = 4  # control groups of a rank that others learn of
 _LINK_BYTES_PER_S = 125e6  # 1 Gbit/s: before the first step no link has been measured
 
 
@@ -76,7 +76,6 @@ def memory_of(
         optimizer_bytes_per_parameter=2 * itemsize,
         gradient_bytes_per_parameter=itemsize,
         cast_bytes_per_parameter=0 if computes_in is None else computes_in.itemsize,
-        checkpoints=any(map(is_checkpointed, model.modules())),
         frozen_bytes=sum(one.nbytes for one in model.parameters() if one not in known),
         layers=max(1, len(sizes) - 1),
         root_parameters=int(sizes[0, 1]) // itemsize if groups else None,
@@ -113,16 +112,17 @@ class RankRoom:
     host_room: int  # bytes of state that may be in host memory, beside a GPU
     rule: int = _NONE  # as of `Brought`
     pool: int = 0  # on its host, what limits its memory: one number for each control group, 0 for the machine
+    checkpoints: bool = False  # it computes layers again in backward
 
 
 class Told(NamedTuple):
     """The row of a rank: what it tells the others; `_NONE` where there is no such number."""
 
     host: int
-    pool: int
     is_on_gpu: int
     of_machine: int  # bytes of host memory that are available to all ranks of the host
-    in_pool: int  # and to the ranks of its pool
+    pools: tuple[int, ...]  # control groups, the tightest first
+    in_pools: tuple[int, ...]  # bytes that are available to all ranks of each
     on_gpu: int  # bytes that are free
     here: int  # bytes of the model that are there already
     most: int  # of --own-memory, of its node: bytes on devices of its kind
@@ -131,10 +131,33 @@ class Told(NamedTuple):
     fraction: int  # the bits of a double
     is_stable: int
     rule: int
+    checkpoints: int
+
+    def numbers(self) -> list[int]:
+        """All of it, of one length for all ranks."""
+        lists = [number for part in self for number in (_filled(part) if isinstance(part, tuple) else [part])]
+        return [int(number) for number in lists]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Told:
+        """What has these `numbers`."""
+        host, is_on_gpu, of_machine, *rest = numbers
+        pools, in_pools = rest[:_POOLS], rest[_POOLS : 2 * _POOLS]
+        count = sum(number != _NONE for number in pools)
+        return cls(host, is_on_gpu, of_machine, tuple(pools[:count]), tuple(in_pools[:count]), *rest[2 * _POOLS :])
+
+
+def _filled(numbers: Sequence[int]) -> list[int]:
+    return [*numbers, *[_NONE] * _POOLS][:_POOLS]
 
 
 def rooms_of_ranks(
-    parameters: Sequence[torch.nn.Parameter], group: Group, config: DistributedConfig, brought: Brought = Brought()
+    parameters: Sequence[torch.nn.Parameter],
+    group: Group,
+    config: DistributedConfig,
+    brought: Brought = Brought(),
+    *,
+    checkpoints: bool = False,
 ) -> list[RankRoom]:
     """The room of each rank, by rank; ranks divide what their host, or their control group, has. Collective."""
     device, on_host, memory = parameters[0].device, config.own_host_bytes(), host_memory.available()
@@ -144,12 +167,14 @@ def rooms_of_ranks(
     if here is None:
         here = 0 if any(map(is_absent, parameters)) else sum(one.nbytes for one in parameters)
     row = Told(
-        int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big"), memory.group,
-        is_on_gpu, memory.of_machine, memory.in_group, device_memory.free_bytes(device) if is_on_gpu else _NONE, here,
+        int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big"), is_on_gpu,
+        memory.of_machine, tuple(memory.by_group), tuple(memory.by_group.values()),
+        device_memory.free_bytes(device) if is_on_gpu else _NONE, here,
         _NONE if most is None else most, _NONE if on_host is None else on_host, brought.kind,
         int(np.float64(brought.fraction).view(np.int64)), config.is_stable, brought.rule,
+        checkpoints,
     )  # fmt: skip
-    rows = [Told(*numbers) for numbers in group.all_gather_rows(np.array(row, np.int64)).tolist()]
+    rows = [Told.of(numbers) for numbers in group.all_gather_rows(np.array(row.numbers(), np.int64)).tolist()]
     return [room_of(one, rows) for one in rows]
 
 
@@ -160,13 +185,17 @@ def room_of(one: Told, rows: Sequence[Told]) -> RankRoom:
     has_places = one.on_host != _NONE
     # ranks on the CPU have all of their state in host memory, and with such places those on GPUs a part of it
     users = [other for other in beside if not other.is_on_gpu or (has_places and other.on_host != _NONE)] or alike
-    in_memory = min(one.of_machine // len(users), one.in_pool // max(1, sum(other.pool == one.pool for other in users)))
+    parts = [(one.of_machine // len(users), 0)]
+    for pool, bytes_ in zip(one.pools, one.in_pools):
+        parts.append((bytes_ // max(1, sum(pool in other.pools for other in users)), pool))
+    in_memory, narrowest = min(parts)
     host_room = min(one.on_host // len(users), int(USABLE * in_memory)) if has_places and one.is_on_gpu else 0
     limited = beside if not has_places else alike if one.is_on_gpu else users
     return RankRoom(
         one.kind, float(np.int64(one.fraction).view(np.float64)), bool(one.is_stable), one.host, bool(one.is_on_gpu),
         (one.on_gpu if one.is_on_gpu else in_memory) + one.here,
-        None if one.most == _NONE else one.most // len(limited), host_room, one.rule, one.pool,
+        None if one.most == _NONE else one.most // len(limited), host_room, one.rule, narrowest,
+        bool(one.checkpoints),
     )  # fmt: skip
 
 

@@ -33,8 +33,14 @@ class Available:
     """Memory that programs could still get, in bytes; 0 if unknown."""
 
     of_machine: int  # all programs together
-    in_group: int  # all in `group` together, at most `of_machine`
-    group: int  # the control group that leaves this process the least, as a number on this machine; 0: the machine does
+    #: by control group of this process, all in it together, the least first; groups have numbers that no other one on
+    #: this machine has
+    by_group: dict[int, int]
+
+    @property
+    def here(self) -> int:
+        """What programs in the control group of this process could get."""
+        return min([self.of_machine, *self.by_group.values()])
 
 
 def available() -> Available:
@@ -43,14 +49,14 @@ def available() -> Available:
         lines = (_PROC / "meminfo").read_text().splitlines()
         of_machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
-        return Available(0, 0, 0)
-    in_group, group = min([(of_machine, 0), *((one.limit - one.used, one.number) for one in _limits())])
-    return Available(of_machine, max(in_group, 0), group)
+        return Available(0, {})
+    left = sorted((max(0, one.limit - one.used), one.number) for one in _limits())
+    return Available(of_machine, {number: bytes_ for bytes_, number in left if bytes_ < of_machine})
 
 
 def available_bytes() -> int:
     """Memory that programs in this control group could still get; 0 if unknown."""
-    return available().in_group
+    return available().here
 
 
 def group_memory() -> tuple[int | None, int]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hetseq.parallel.buffers import is_same_table
+
 _MOST_ENTRIES, _DEEPEST = 64, 3  # of a list or dict in an attribute: larger ones are data, not state
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "__setitem__"}  # of their first argument, whose old values do not matter
@@ -66,7 +68,7 @@ class CarriedState:
         written = {place: held for place, held in after.items() if not held.is_as_in(before.get(place))}
         for place, (held, values) in self._written.items():
             is_read = _storage(held.tensor) in reads.seen
-            if is_read and place in written and not _is_same_table(values, written[place].tensor):
+            if is_read and place in written and not is_same_table(values, written[place].tensor):
                 name = f"{place.attribute} of {place.holder}"
                 self.found += [name] * (name not in self.found)
         self._written = {
@@ -149,16 +151,3 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def _is_same_table(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether both hold the same values as far as both reach, or nothing that can be compared."""
-    if any(tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized for tensor in (before, now)):
-        return True
-    if before.dim() != now.dim() or before.dtype != now.dtype:
-        return False
-    common = tuple(slice(min(sizes)) for sizes in zip(before.shape, now.shape))
-    first, second = before[common], now.detach().to(before.device)[common]
-    if before.is_floating_point():
-        first, second = first.double().nan_to_num(), second.double().nan_to_num()
-    return bool(torch.equal(first, second))

@@ -13,7 +13,7 @@ from hetseq.comm.group import GlooGroup, Group
 from hetseq.errors import HetSeqError, PeerLostError
 from hetseq.task import make_task
 from tests.support import toys
-from tests.support.layered import Block, Layered
+from tests.support.layered import WIDTH, Block, Layered
 from tests.support.owned import session_of
 from tests.support.ranks import run_ranks
 from tests.support.training import Recorder, prepared, toy_words
@@ -231,9 +231,25 @@ def test_what_cannot_be_computed_layer_by_layer_is_refused_in_words(
     assert (kind == PeerLostError.__name__) != (wanted in told), (kind, told)
 
 
-def test_a_net_of_these_layers_is_trained(tmp_path: Path) -> None:
+class RecurrentBlock(Block):
+    """Keeps its parameters in a list too, as those of torch do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(self.memory(x)[0])
+
+
+class Recurrent(Layered):
+    block = RecurrentBlock
+
+
+@pytest.mark.parametrize("task", [Layered, Recurrent])
+def test_a_net_of_these_layers_is_trained(task: type[Layered], tmp_path: Path) -> None:
     """The twin: nothing else in these runs is refused."""
-    ranks = run_ranks(fail, 3, prepared(tmp_path), words(), Layered, True, timeout_s=30)
+    ranks = run_ranks(fail, 3, prepared(tmp_path), words(), task, True, timeout_s=30)
     assert ranks == [("", "it was not refused")] * 3
 
 

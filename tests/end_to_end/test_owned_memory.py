@@ -138,7 +138,7 @@ def test_the_same_model_as_a_replica_is_killed_there(nodes: Nodes, small: Limite
 
 
 #: parameters of `random_tokens.Deep`, which the test checks
-DEEP = 405_562_368
+DEEP = 456_709_632
 LIMITS = (16 * DEEP, 16 * DEEP // 3)
 
 

@@ -112,7 +112,7 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
 
 def set_free_memory(monkeypatch: pytest.MonkeyPatch, bytes_: int) -> None:
     """Let this host have so many bytes available."""
-    monkeypatch.setattr(host_memory, "available", lambda: host_memory.Available(bytes_, bytes_, 0))
+    monkeypatch.setattr(host_memory, "available", lambda: host_memory.Available(bytes_, {}))
 
 
 def session_of(

@@ -121,6 +121,21 @@ class Replacing(Counting):
         return Block.forward(self, hidden, scale=scale)
 
 
+class Tabled(Block):
+    """Has a table that grows with its input, one of unknown numbers, and one that is sparse; none of them changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.arange(2.0), persistent=False)
+        self.register_buffer("unknown", torch.full((3,), float("nan")))
+        self.register_buffer("links", torch.eye(3).to_sparse(), persistent=False)
+
+    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Tensor:
+        if len(hidden) > len(self.rows):
+            self.register_buffer("rows", torch.arange(float(len(hidden))), persistent=False)
+        return super().forward(hidden + self.rows[: len(hidden), None], scale=scale)
+
+
 class Drawing(Block):
     """Draws from the generators of Python and NumPy."""
 
@@ -160,6 +175,18 @@ def test_a_module_that_changes_a_buffer_in_forward_is_named(kind: type[nn.Module
     checkpoint_activations(model)
     with pytest.raises(TaskError, match=rf"^0 \({kind.__name__}\) changes one of its buffers in forward"):
         model(torch.randn(2, 8))
+
+
+def test_a_table_that_grows_is_no_change() -> None:
+    torch.manual_seed(1)
+    plain = of(Tabled(), Tabled())
+    again = copy.deepcopy(plain)
+    checkpoint_activations(again)
+    for model in (plain, again):
+        for rows in (2, 5, 3):
+            torch.manual_seed(rows)
+            model(torch.randn(rows, 8)).square().sum().backward()
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(again.parameters(), plain.parameters()))  # type: ignore[arg-type]
 
 
 def test_the_second_forward_has_the_random_numbers_of_python_and_numpy_too() -> None:

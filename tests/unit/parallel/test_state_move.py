@@ -15,6 +15,7 @@ from hetseq.comm.group import GlooGroup, Group, LocalGroup
 from hetseq.parallel.owned_gradients import OwnedGradients
 from hetseq.parallel.owned_state import OwnedState
 from hetseq.parallel.owned_units import Division
+from hetseq.parallel.state_move import place_of_state
 from tests.support.nightly import nightly
 from tests.support.ranks import run_ranks
 
@@ -287,3 +288,26 @@ def test_a_rank_that_joins_is_sent_no_more_than_it_will_own() -> None:
     first, second, third = run_ranks(join, 3, [(1.0, 1.0, 0.0), (0.0, 0.0, 1.0)], timeout_s=60)
     moments = 2 * sum(one.nbytes for one in Net().parameters() if one.dim())
     assert (first, second, third) == ([0, 0], [0, 0], [0, moments])
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "group", "moves"),
+    [
+        ("step", (), {}, False),
+        ("step", (), {"fused": True}, True),
+        ("step", (), {"capturable": True}, True),
+        ("exp_avg", (), {}, True),
+        ("exp_avg", (3,), {"fused": None}, True),
+    ],
+)
+def test_only_a_counter_of_steps_may_be_elsewhere_than_its_parameter(
+    key: str, shape: tuple[int, ...], group: dict[str, object], moves: bool
+) -> None:
+    """As torch loads a state, with `meta` in the place of a GPU."""
+    parameter = torch.nn.Parameter(torch.ones(shape, device="meta"))
+    assert place_of_state(key, torch.zeros(shape), parameter, group).is_meta == moves
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.param_groups[0].update(group)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {0: {key: torch.zeros(shape)}}, "param_groups": groups})
+    assert optimizer.state[parameter][key].is_meta == moves

@@ -115,10 +115,8 @@ class BesideSmall(LocalGroup):
 
     def all_gather_rows(self, row: Rows) -> Rows:
         rows = np.stack([row, row])
-        if row.shape == (len(rank_room.Told._fields),):
-            rows[1] = rank_room.Told(*row.tolist())._replace(
-                host=5, of_machine=self.small_bytes, in_pool=self.small_bytes
-            )
+        if row.shape == (len(row_of().numbers()),):
+            rows[1] = rank_room.Told.of(row.tolist())._replace(host=5, of_machine=self.small_bytes).numbers()
         return rows
 
 
@@ -141,41 +139,53 @@ def test_auto_leaves_each_rank_that_computes_room_for_its_samples(
 
 
 def test_auto_counts_the_copies_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(precision: str) -> bool:
-        """Whether the replica of a rank alone fits, with room for a quarter of the parameters beside it."""
+    def chosen(precision: str, ranks: LocalGroup, count: int) -> str:
+        """For ranks that each have room for a replica in fp32, and for a quarter of the parameters beside it."""
         model = torch.nn.Linear(PARAMETERS, 1, bias=False)
-        set_free_memory(monkeypatch, int((16 + 1) * PARAMETERS / USABLE) - 4 * PARAMETERS)
+        set_free_memory(monkeypatch, count * (int((16 + 1) * PARAMETERS / USABLE) - 4 * PARAMETERS))
         reducer, owned = owners.make_reducer(
-            material_of(model, precision=precision), torch.optim.AdamW(model.parameters()), LocalGroup(),
-            DistributedConfig(shard_model="auto"), slots=(0,), before=None, is_first=True,
+            material_of(model, precision=precision), torch.optim.AdamW(model.parameters()), ranks,
+            DistributedConfig(shard_model="auto"), slots=range(count), before=None, is_first=True,
         )  # fmt: skip
         reducer.close()
-        return owned is None
+        return "none" if owned is None else "state"
 
-    assert chosen("fp32")
-    with pytest.raises(ConfigError, match="optimizer state and gradient sums take 12 kB, and there is room for"):
-        chosen("bf16")
+    assert (chosen("fp32", RankOf(), 2), chosen("bf16", RankOf(), 2)) == ("none", "state")
+    # where nothing else fits it is tried
+    assert chosen("bf16", LocalGroup(), 1) == "none"
 
 
 def row_of(
-    *, group: int = 0, is_on_gpu: bool = False, of_machine: int = 1000, in_group: int = 1000, most: int = -1,
+    *, is_on_gpu: bool = False, of_machine: int = 1000, in_groups: Mapping[int, int] | None = None, most: int = -1,
     on_host: int = -1,
 ) -> rank_room.Told:  # fmt: skip
     """A rank with a model of 10 bytes, and 100 free on its GPU if it has one."""
-    on_gpu = 100 if is_on_gpu else -1
-    return rank_room.Told(7, group, is_on_gpu, of_machine, in_group, on_gpu, 10, most, on_host, -1, 0, 0, -1)
+    on_gpu, left = 100 if is_on_gpu else -1, in_groups or {}
+    return rank_room.Told(
+        7, is_on_gpu, of_machine, tuple(left), tuple(left.values()), on_gpu, 10, most, on_host, -1, 0, 0, -1, 0
+    )
 
 
 def test_ranks_of_a_host_divide_what_limits_their_memory() -> None:
-    rows = [
-        row_of(group=1, in_group=400), row_of(group=2, in_group=240), row_of(group=2, in_group=240),
-        row_of(is_on_gpu=True),
-    ]  # fmt: skip
+    rows = [row_of(in_groups={1: 400}), row_of(in_groups={2: 240}), row_of(in_groups={2: 240}), row_of(is_on_gpu=True)]
     assert [rank_room.room_of(row, rows).capacity for row in rows] == [333 + 10, 120 + 10, 120 + 10, 100 + 10]
     wide = [row._replace(of_machine=9000) for row in rows[:3]]
     rooms = [rank_room.room_of(row, wide) for row in wide]
     assert [one.capacity for one in rooms] == [400 + 10, 120 + 10, 120 + 10]
     assert rank_room.room_by_weight(rooms, (400, 120, 120), (5, 3, 1)) == (400, 180, 60)
+
+
+def test_groups_within_a_group_divide_what_that_leaves() -> None:
+    rows = [row_of(in_groups={3: 80, 1: 90}), row_of(in_groups={4: 40, 1: 91}), row_of(in_groups={5: 20, 1: 90})]
+    assert [rank_room.room_of(row, rows).capacity for row in rows] == [30 + 10, 30 + 10, 20 + 10]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 6])
+def test_ranks_learn_of_groups_in_rows_of_one_length(count: int) -> None:
+    told = row_of(in_groups={number: 10 * number for number in range(1, count + 1)}, on_host=5)
+    assert len(told.numbers()) == len(row_of().numbers())
+    found = rank_room.Told.of(told.numbers())
+    assert found == told._replace(pools=told.pools[:4], in_pools=told.in_pools[:4])
 
 
 def test_ranks_on_gpus_and_the_cpu_of_a_host_divide_what_they_may_own_in_its_memory() -> None:

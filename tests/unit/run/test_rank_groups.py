@@ -102,7 +102,7 @@ class Four(LocalGroup):
 
     def all_gather_rows(self, row: Rows) -> Rows:
         rows = np.stack([row] * 4)
-        if row.shape == (13,):  # of `rooms_of_ranks`, the host first
+        if row.shape == (20,):  # of `rooms_of_ranks`, the host first
             rows[2:, 0] += 1
         return rows
 

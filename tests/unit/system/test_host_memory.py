@@ -51,16 +51,17 @@ def test_the_tightest_group_on_the_way_up_counts(machine: Path) -> None:
     assert host_memory.limit_bytes() == 20 * MIB
 
 
-def test_the_group_that_leaves_the_least_is_named_by_a_number_that_no_other_one_has(machine: Path) -> None:
+def test_groups_that_leave_less_than_the_machine_have_numbers_the_tightest_first(machine: Path) -> None:
     job, step = machine / "cgroup" / "job", machine / "cgroup" / "job" / "step"
     limit(step, 40 * MIB, 1 * MIB)
     limit(job, 60 * MIB, 12 * MIB)
-    assert host_memory.available() == host_memory.Available(50 * MIB, 39 * MIB, step.stat().st_ino)
+    numbers = job.stat().st_ino, step.stat().st_ino
+    assert host_memory.available() == host_memory.Available(50 * MIB, dict(zip(numbers, (48 * MIB, 39 * MIB))))
     limit(job, 60 * MIB, 30 * MIB)
-    assert host_memory.available() == host_memory.Available(50 * MIB, 30 * MIB, job.stat().st_ino)
+    assert [*host_memory.available().by_group.items()] == [(numbers[0], 30 * MIB), (numbers[1], 39 * MIB)]
     limit(job, 90 * MIB, 30 * MIB)
     limit(step, "max", 1 * MIB)
-    assert host_memory.available() == host_memory.Available(50 * MIB, 50 * MIB, 0)
+    assert host_memory.available() == host_memory.Available(50 * MIB, {})
 
 
 def test_file_pages_that_the_kernel_would_give_up_are_not_in_use(machine: Path) -> None:
