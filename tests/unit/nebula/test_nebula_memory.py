@@ -58,7 +58,7 @@ def test_without_a_word_it_is_half_of_what_is_there() -> None:
 
 
 def test_a_container_that_leaves_less_than_the_machine_has_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_limits", lambda: iter([(10 * MB, 4 * MB)]))
+    monkeypatch.setattr(host_memory, "available", lambda: host_memory.Available(10 * MB, {1: 6 * MB}))
     assert budget(None, {}).limit_bytes == 3 * MB
 
 
