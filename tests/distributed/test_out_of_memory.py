@@ -324,7 +324,7 @@ def test_ten_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("world_size", "rounds"), [(1, 50), (2, 50), (3, 15), (4, 15), *nightly((3, 50), (4, 50), is_many=True)]
+    ("world_size", "rounds"), [(1, 50), (3, 15), *nightly((2, 50), (4, 15), (3, 50), (4, 50), is_many=True)]
 )
 def test_many_runs_with_random_failures(world_size: int, rounds: int, tmp_path: Path) -> None:
     happened = check_rounds(tmp_path, world_size, rounds, seed=10 + world_size)

@@ -269,7 +269,7 @@ def check_compiled(words: list[str], tmp_path: Path) -> None:
         assert facts.norms[0] == pytest.approx(plain[0].norms[0], rel=GRADIENT)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler for a CPU")
 def test_two_compiled_ranks_have_the_curve_of_plain_ones(tmp_path: Path) -> None:

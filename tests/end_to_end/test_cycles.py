@@ -76,6 +76,7 @@ def test_many_starts_and_stops_in_one_directory_leave_nothing(nodes: Nodes, cycl
     assert all(after[pid] <= before[pid] for pid in after), f"threads and open files: {before} became {after}"
 
 
+@pytest.mark.nightly
 def test_two_runs_that_start_in_one_folder_in_the_same_instant_do_not_meet(nodes: Nodes) -> None:
     """Two names in one shared folder are two places."""
     curves: dict[str, list[list[float]]] = {}

@@ -247,6 +247,7 @@ def test_a_rank_claimed_twice(nodes: Nodes, where: str) -> None:
     assert place.leftovers() == []
 
 
+@pytest.mark.nightly
 def test_a_rank_that_nobody_brings_is_named_at_once_and_awaited(nodes: Nodes) -> None:
     """The deadline is that of the node which came first, so it alone has waited for all of it."""
     nodes.prepare(2)

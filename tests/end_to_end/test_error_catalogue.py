@@ -316,6 +316,7 @@ class Outcome:
     seconds: float
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(10 * len(CASES))  # what each of them is allowed
 def test_every_situation_is_answered_with_its_code_in_time(stock: Stock, tmp_path: Path) -> None:
     answers: dict[str, Outcome | str] = {}

@@ -180,7 +180,7 @@ def foreign_program(answer: bytes) -> Iterator[int]:
         thread.join()
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["http", "silent"])
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", *nightly(b"")], ids=["http", "silent"])
 def test_a_port_that_another_program_uses_is_no_head(nodes: Nodes, answer: bytes) -> None:
     with foreign_program(answer) as port:
         nodes.start(*words(f"tcp://127.0.0.1:{port}", rank=1))

@@ -119,6 +119,7 @@ def test_a_host_that_never_returns_leaves_a_whole_checkpoint_with_the_other(
     assert worst(mine, calm) <= TOLERANCE
 
 
+@pytest.mark.nightly
 def test_an_owner_that_leaves_gives_its_part_to_the_others(nodes: Nodes, lab: Lab, calm: dict[int, float]) -> None:
     leaver = 1
     both = lab.pair(nodes, "--max-update", 600, "--throttle", "0:10,1:10")

@@ -397,6 +397,7 @@ def top(course: Course) -> str:
     return "\n".join(view(course.save_dir, look.signs(), look, width=200).lines)
 
 
+@pytest.mark.nightly
 def test_a_shadow_that_has_missed_steps_gets_the_state_again(nodes: Nodes) -> None:
     """More than the kernels keep for it, so that the ranks have to drop steps."""
     task = nodes.folder / "wide_task.py"

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT, run_command
+from tests.support.nightly import nightly
 
 pytestmark = pytest.mark.slow
 
 SCRIPTS = ROOT / "examples" / "sagemaker"
 SUPPORT = ROOT / "tests" / "support"
-NAMES = ("fsdp", "collectives", "offload_activations", "tensor_parallel")
+NAMES = ("fsdp", *nightly("collectives", "offload_activations", "tensor_parallel"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 

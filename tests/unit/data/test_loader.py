@@ -473,7 +473,7 @@ def noted(records: list[str]) -> Iterator[None]:
         logging.getLogger("hetseq.data.loader").removeHandler(handler)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_deaths_at_any_instants_beside_any_changes_give_the_steps_of_the_plan() -> None:
     assert sum(some_deaths(range(8))) > 4
 
