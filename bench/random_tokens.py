@@ -97,7 +97,7 @@ class Huge(Large):
 
 
 class Deep(Large):
-    """460 M parameters in many layers, each of which is 1.5 % of them."""
+    """457 M parameters in many layers, each of which is 1.5 % of them."""
 
     words, length, width, layers = 4000, 16, 768, 64
 

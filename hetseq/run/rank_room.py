@@ -135,20 +135,17 @@ class Told(NamedTuple):
 
     def numbers(self) -> list[int]:
         """All of it, of one length for all ranks."""
-        lists = [number for part in self for number in (_filled(part) if isinstance(part, tuple) else [part])]
-        return [int(number) for number in lists]
+        before, lists, after = self[:3], (self.pools, self.in_pools), self[5:]
+        filled = (number for one in lists for number in [*one, *[_NONE] * _POOLS][:_POOLS])
+        return [*map(int, before), *filled, *map(int, after)]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Told:
-        """What has these `numbers`."""
+        """The row that has these `numbers`."""
         host, is_on_gpu, of_machine, *rest = numbers
         pools, in_pools = rest[:_POOLS], rest[_POOLS : 2 * _POOLS]
         count = sum(number != _NONE for number in pools)
         return cls(host, is_on_gpu, of_machine, tuple(pools[:count]), tuple(in_pools[:count]), *rest[2 * _POOLS :])
-
-
-def _filled(numbers: Sequence[int]) -> list[int]:
-    return [*numbers, *[_NONE] * _POOLS][:_POOLS]
 
 
 def rooms_of_ranks(

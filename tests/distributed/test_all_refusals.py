@@ -105,7 +105,7 @@ class Penalty(Layered):
 
 
 class LatePenalty(Penalty):
-    """The same, from the third micro-batch on."""
+    """The same, but not in the first three forwards that are trained."""
 
     batches = 0
 
